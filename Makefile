@@ -1,0 +1,29 @@
+# Every step runs in the interpreter that scripts/python finds or builds; see there.
+.NOTPARALLEL:
+.PHONY: help demo test lint clean
+
+WORKERS ?= 2
+PACKAGE_NEEDS = numpy triton typer rich
+TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors
+
+help:
+	@echo "make demo    one real step: recorded inputs, bytes verified, time and GB/s on this machine"
+	@echo "make test    lint, then the tests (WORKERS=2 processes; ARGS='-k name' goes to pytest)"
+	@echo "make lint    ruff, ruff format, mypy"
+	@echo "make clean   remove .venv, build products and caches"
+	@echo "scripts/python ARGUMENTS   the interpreter that these use"
+
+demo:
+	scripts/python --need "$(PACKAGE_NEEDS)" -c 'import sys; from preattn.cli import main; sys.exit(main())' demo
+
+test: lint
+	scripts/python --need "$(TEST_NEEDS)" -m pytest -n $(WORKERS) $(ARGS)
+
+lint:
+	scripts/python --skip-without ruff -m ruff check .
+	scripts/python --skip-without ruff -m ruff format --check .
+	scripts/python --skip-without mypy -m mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find preattn tests -name __pycache__ -type d -prune -exec rm -rf {} +

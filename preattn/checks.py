@@ -1,0 +1,116 @@
+"""Argument checks. Each raises before anything is written and names the argument, what was expected, what came.
+
+Only metadata is looked at: no check reads a tensor's values, so none synchronises with a GPU. Pointers are
+checked inside the registered ops, where tensors are real (``torch.compile`` traces the public functions
+with fake ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int64, torch.int32)
+TABLE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def tensor(
+    name: str,
+    value: object,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    device: torch.device | None = None,
+) -> None:
+    """Check type, dtype, rank, fixed dims (None: any size) and device.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not among ``dtypes``.
+        ValueError: shape or device.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor; got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}; got {value.dtype}")
+    if value.dim() != len(shape) or any(
+        [want is not None and want != have for want, have in zip(shape, value.shape, strict=True)]
+    ):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name}: expected shape [{wanted}]; got {list(value.shape)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
+
+
+def contiguous(name: str, value: Tensor) -> None:
+    """Check that a tensor is contiguous."""
+    if not value.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor; got strides {value.stride()}")
+
+
+def rows(name: str, value: Tensor, *, inner: int = 1) -> None:
+    """Check that the last ``inner`` dims are contiguous and every row starts at a multiple of 16 bytes from the first.
+
+    Raises:
+        ValueError: strides do not fit.
+    """
+    expected = 1
+    for dim in range(value.dim() - 1, value.dim() - 1 - inner, -1):
+        if value.shape[dim] > 1 and value.stride(dim) != expected:
+            raise ValueError(f"{name}: expected the last {inner} dim(s) contiguous; got strides {value.stride()}")
+        expected *= value.shape[dim]
+    unit = 16 // value.element_size()
+    for dim in range(value.dim() - inner):
+        if value.shape[dim] > 1 and (value.stride(dim) % unit or value.stride(dim) < 0):
+            raise ValueError(f"{name}: expected strides that are multiples of {unit} elements (16 bytes); got {value.stride()}")
+
+
+def aligned(name: str, value: Tensor) -> None:
+    """Check that a tensor's first element lies at a multiple of 16 bytes (reads the pointer: not for tracing)."""
+    if value.data_ptr() % 16:
+        raise ValueError(f"{name}: expected data at a multiple of 16 bytes; got address {value.data_ptr():#x}")
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    last = sum([(size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)])
+    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
+
+
+def disjoint(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two tensors' address ranges do not meet (reads pointers: not for tracing)."""
+    if not value.numel() or not other.numel():
+        return
+    (start, end), (other_start, other_end) = _span(value), _span(other)
+    if start < other_end and other_start < end:
+        raise ValueError(f"{name}: expected memory apart from {other_name}; got {name} overlapping it")
+
+
+def scale(name: str, value: object, device: torch.device) -> None:
+    """Check a per-tensor scale: one float32 element on the device, of any rank."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor of one float32 element; got {type(value).__name__}")
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name}: expected dtype torch.float32; got {value.dtype}")
+    if value.numel() != 1:
+        raise ValueError(f"{name}: expected one element; got shape {list(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
+
+
+def step(
+    slots: object, positions: object, rope_table: object, tokens: int, device: torch.device, *, rope_dim: int = 64
+) -> None:
+    """Check what every op takes of a step: slots [<= T], positions [T], RoPE table [any, rope_dim].
+
+    Raises:
+        TypeError, ValueError: as :func:`tensor`; more slots than tokens; an operand that is not contiguous.
+    """
+    tensor("slots", slots, INDEX_DTYPES, (None,), device)
+    tensor("positions", positions, INDEX_DTYPES, (tokens,), device)
+    tensor("rope_table", rope_table, TABLE_DTYPES, (None, rope_dim), device)
+    assert isinstance(slots, Tensor) and isinstance(positions, Tensor) and isinstance(rope_table, Tensor)
+    if slots.shape[0] > tokens:
+        raise ValueError(f"slots: expected at most {tokens} entries, one for each token; got {slots.shape[0]}")
+    contiguous("slots", slots)
+    contiguous("positions", positions)
+    contiguous("rope_table", rope_table)

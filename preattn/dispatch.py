@@ -1,0 +1,79 @@
+"""Registration of ops with torch, and the way an eager call takes past the dispatcher.
+
+Every op writes into given tensors and returns None, so its fake does nothing. ``torch.compile`` and tracing
+modes see the registered op with its declared mutations. A plain eager call goes straight to the same Python
+function: a trip through the dispatcher costs tens of microseconds, more than many of these kernels run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+_LIBRARY = torch.library.Library("preattn", "DEF")
+
+
+def define_op(schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Register ``function`` as ``preattn::<schema>`` and return the callable that public functions use."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"preattn::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
+    op = getattr(torch.ops.preattn, name).default
+
+    def call(*args: Any) -> None:
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            op(*args)
+        else:
+            function(*args)
+
+    return call
+
+
+Backend = Literal["reference", "triton"]
+_backend: ContextVar[Backend | None] = ContextVar("preattn_backend", default=None)
+
+
+@contextmanager
+def backend(name: Backend | None) -> Iterator[None]:
+    """Within this context, in this thread, run ops with the reference or with the kernels.
+
+    Without it GPU tensors take the kernels and CPU tensors the reference (with ``TRITON_INTERPRET=1``: the
+    kernels, in Triton's interpreter).
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in (None, "reference", "triton"):
+        raise ValueError(f"backend: expected reference or triton; got {name!r}")
+    token = _backend.set(name)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+_INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_kernels(tensor: Tensor) -> bool:
+    """Whether an op on this tensor runs its Triton kernels.
+
+    Raises:
+        RuntimeError: :func:`backend` asks for what the tensor's device cannot run.
+    """
+    chosen = _backend.get()
+    if chosen is None:
+        return tensor.is_cuda or _INTERPRET
+    if chosen == "reference" and tensor.is_cuda:
+        raise RuntimeError("the reference backend runs on CPU tensors; got a tensor on " + str(tensor.device))
+    if chosen == "triton" and not (tensor.is_cuda or _INTERPRET):
+        raise RuntimeError("the triton backend runs CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1")
+    return chosen == "triton"

@@ -1,0 +1,125 @@
+"""Device functions that every kernel shares: rounding, scales, RoPE, sums in a fixed order.
+
+Kernels are compiled with ``enable_fp_fusion=False`` (see ``launch.py``): a multiply and an add are fused
+only where ``fma`` is spelled out, which is what makes stored bytes equal to the reference's.
+
+Triton's interpreter truncates where hardware rounds to nearest even, and its ``fma`` rounds twice before
+Triton 3.8. Three leaf functions (``fma``, ``to_bf16``, ``to_e4m3``) therefore have a second body for it;
+tests hold both against the same exhaustive tables.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+@triton.jit
+def fma(a, b, c):
+    """``a * b + c``, one rounding."""
+    if INTERPRETED:  # the product is exact in float64; a second rounding shows once in some 2**29 sums
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def is_finite(x):
+    """True where float32 ``x`` is neither NaN nor infinite."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+
+
+@triton.jit
+def to_bf16(x):
+    """float32 -> bf16, nearest even; a NaN becomes 0x7FFF."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x != x, 0x7FFF, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return tl.where(x != x, 0x7FFF, x.to(tl.bfloat16).to(tl.int16, bitcast=True)).to(tl.int16).to(
+            tl.bfloat16, bitcast=True
+        )
+
+
+@triton.jit
+def to_activation(x, DTYPE: tl.constexpr):
+    """float32 -> bf16 or fp16, nearest even; a NaN becomes 0x7FFF."""
+    if DTYPE == tl.bfloat16:
+        return to_bf16(x)
+    else:
+        bits = tl.where(x != x, 0x7FFF, x.to(DTYPE).to(tl.int16, bitcast=True)).to(tl.int16)
+        return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def to_e4m3(x):
+    """float32 -> e4m3 codes (uint8): nearest even, finite values saturate at 448, the rest become 0x7F."""
+    finite = is_finite(x)
+    x = tl.minimum(tl.maximum(tl.where(finite, x, 0.0), -448.0), 448.0)
+    if INTERPRETED:
+        magnitude = tl.abs(x)
+        # Normal codes: round the float32 mantissa to three bits. Subnormal codes: multiples of 2**-9.
+        bits = magnitude.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+        steps = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF  # an ulp of 16384 is 2**-9
+        code = tl.where(magnitude < 0.015625, steps, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        return tl.where(finite, code, 0x7F).to(tl.uint8)
+    else:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(finite, code, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def finite_abs(x):
+    """|x| with what is not finite as zero: the candidates for a block's largest magnitude."""
+    return tl.where(is_finite(x), tl.abs(x), 0.0)
+
+
+@triton.jit
+def scale_exponent(amax):
+    """Biased exponent (the UE8M0 byte) of the smallest power of two not below ``amax / 448``, exactly.
+
+    448 is 1.75 * 2**8: the quotient's exponent is that of ``amax`` less 8, plus one where the mantissa
+    exceeds 1.75. The addend carries into the exponent exactly then. ``amax`` is positive and normal.
+    """
+    return ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**(exponent - 127) as float32, for a biased exponent in 1..254."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tree_sum(x, ROWS: tl.constexpr, LENGTH: tl.constexpr):
+    """Sum [ROWS, LENGTH] over its last dim as a binary tree over neighbours: (x0 + x1) + (x2 + x3) + ...
+
+    Each step reduces an axis of two, so the order of additions does not depend on how the compiler lays
+    the tile out over threads: the same bits in every configuration. LENGTH is a power of two.
+    """
+    x = tl.reshape(x, (ROWS, LENGTH))
+    for level in tl.static_range(LENGTH.bit_length() - 1):
+        x = tl.sum(tl.reshape(x, (ROWS, LENGTH >> (level + 1), 2)), axis=2)
+    return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
+def reciprocal_sqrt(x):
+    """``1 / sqrt(x)``, both operations correctly rounded."""
+    return tl.div_rn(1.0, tl.sqrt_rn(x))
+
+
+@triton.jit
+def rotate(even, odd, cos, sin):
+    """Main query and key: the rotated pair."""
+    return fma(even, cos, -(odd * sin)), fma(even, sin, odd * cos)
+
+
+@triton.jit
+def index_rotate(a, b, cos, sin):
+    """Indexer query and key: the rotated pair, rounded in another order than :func:`rotate`."""
+    return fma(a, cos, -(b * sin)), fma(b, cos, a * sin)

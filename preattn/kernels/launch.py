@@ -1,0 +1,132 @@
+"""Compile once, launch many times.
+
+A :class:`Kernel` keeps the compiled variants of one Triton function, keyed by device, tensor dtypes and
+constants and by nothing that changes from step to step: after :meth:`Kernel.prepare` no call compiles,
+whatever its token count, strides or pointers are. Launching a kept variant also costs less host time than
+Triton's own dispatch, which derives a key from every argument of every call.
+
+On CPU tensors the functions run in Triton's interpreter (``TRITON_INTERPRET=1``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = triton.knobs.runtime.interpret
+OPTIONS = {"enable_fp_fusion": False}
+"""Compiler options of every kernel: multiplies and adds stay apart unless a kernel says ``fma``."""
+
+
+class Pointer:
+    """Stands for a tensor at compile time: 16-byte aligned, of any size (offsets stay 64-bit)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 0
+
+    @staticmethod
+    def ptr_range() -> int:
+        return 2**62
+
+
+class Kernel:
+    """One Triton function with its compiled variants.
+
+    The function's tensor parameters come first, then its runtime scalars (annotated with their width, so
+    that their values never select a variant), then its constexprs.
+    """
+
+    kernels: list[Kernel] = []
+    """Every kernel of the library, in order of definition."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.name = function.__name__.strip("_")
+        self.variants: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+        Kernel.kernels.append(self)
+
+    def compile(self, key: Any, scalars: tuple[int | float, ...]) -> Any:
+        """Compile and load the variant of ``key`` and keep it.
+
+        Raises:
+            RuntimeError: the current stream is being captured into a graph.
+        """
+        index, num_warps, constants, dtypes = key
+        with self._lock:
+            if key in self.variants:
+                return self.variants[key]
+            if INTERPRETED:
+                variant = self.function
+            elif torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.name} is not compiled for {dtypes}, {constants}, and a stream under CUDA graph "
+                    "capture may not compile: call preattn.warmup(...) for this geometry and record first"
+                )
+            else:
+                with _on(index):
+                    pointers = [None if dtype is None else Pointer(dtype) for dtype in dtypes]
+                    variant = self.function.warmup(
+                        *pointers, *scalars, *constants, grid=(1,), num_warps=num_warps, **OPTIONS
+                    )
+                    variant[(1, 1, 1)]  # loads the module, which a capturing stream may not do
+            self.variants[key] = variant
+            return variant
+
+
+class Launch(NamedTuple):
+    """One kernel call, complete: what to run, on what, in which variant."""
+
+    kernel: Kernel
+    grid: int
+    tensors: tuple[Tensor | None, ...]
+    scalars: tuple[int | float, ...]
+    constants: tuple[Any, ...]
+    num_warps: int
+
+    def _variant(self, device: torch.device) -> Any:
+        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in self.tensors])
+        key = (device.index, self.num_warps, self.constants, dtypes)
+        variant = self.kernel.variants.get(key)
+        return self.kernel.compile(key, self.scalars) if variant is None else variant
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile and load the variant; launch nothing (the tensors may be meta tensors)."""
+        self._variant(device)
+
+    def run(self, device: torch.device) -> None:
+        """Launch on the current stream of ``device``.
+
+        Raises:
+            RuntimeError: the variant is not compiled and the stream is being captured into a graph.
+        """
+        if self.grid == 0:
+            return
+        variant = self._variant(device)
+        if INTERPRETED:
+            variant[(self.grid,)](*self.tensors, *self.scalars, *self.constants)
+            return
+        with _on(device.index):
+            variant[(self.grid, 1, 1)](*self.tensors, *self.scalars, *self.constants)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _on(index: int) -> contextlib.AbstractContextManager[Any]:
+    """Make a device current, at no cost where it already is."""
+    return _NOTHING if torch.cuda.current_device() == index else torch.cuda.device(index)
+
+
+def compilations() -> int:
+    """Variants compiled so far in this process, over all kernels."""
+    return sum(len(kernel.variants) for kernel in Kernel.kernels)

@@ -1,0 +1,499 @@
+"""DeepSeek-V4 / V4.1 prologue: query rows to what attention reads, KV latent rows to stored records.
+
+``launch_query_kv`` is one launch with two kinds of programs. The first ``kv_programs`` store KV: a tile of
+tokens, each row rotated in its last 64 dims, quantised and written to its slot. The others move the query:
+
+* chunk-interleaved: a tile of (token, chunk) rows, ``H*16`` values copied into ``P*16``, tail zeroed;
+* head-major: a tile of (token, head) rows of 512, with the optional head norm, RoPE and e4m3 cast. Where
+  the query already lies in its padded buffer, only live heads are visited, and without a norm only their
+  64 rotated dims.
+
+Bytes a token: query ``2 * 512 * (H + P)`` (in place without norm: ``2 * 2 * 64 * H``), KV 1024 + 256 of
+RoPE table + 16 of slot and position + the record.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import Record
+from ..policy import LaunchConfig
+from .device import (
+    finite_abs,
+    power_of_two,
+    reciprocal_sqrt,
+    rotate,
+    scale_exponent,
+    to_activation,
+    to_bf16,
+    to_e4m3,
+    tree_sum,
+)
+from .launch import Kernel, Launch
+
+# Strides reach the kernels in units of 16 bytes: the compiler then knows that every row starts on one.
+# No scalar selects a variant by its value, nor does the alignment of what engines slice freely.
+SCALARS = (
+    "tokens stored_tokens kv_programs stride_query stride_head stride_out stride_kv stride_block capacity norm_eps"
+).split()
+UNALIGNED = ["slots", "positions", "rope_table", "kv_scale", "query_scale_inv"]
+
+
+@triton.jit
+def _kv_tile(
+    pid,
+    kv,
+    cache,
+    slots,
+    positions,
+    rope_table,
+    norm_weight,
+    kv_scale,
+    stored_tokens,
+    stride_kv,
+    stride_block,
+    capacity,
+    norm_eps,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    SCALE_DIMS: tl.constexpr,
+    BODY_BYTES: tl.constexpr,
+    TAIL_BYTES: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Rotate, quantise and store TOKENS rows of 512. QUANTISED dims become e4m3, the others stay bf16."""
+    token = pid * TOKENS + tl.arange(0, TOKENS)
+    in_range = token < stored_tokens
+    slot = tl.load(slots + token, mask=in_range, other=-1).to(tl.int64)
+    stored = in_range & (slot >= 0) & (slot < capacity)  # in 64 bits, before anything is narrowed
+    position = tl.load(positions + token, mask=stored, other=0).to(tl.int64)
+    block = slot // BLOCK_SIZE
+    offset = slot - block * BLOCK_SIZE
+    page = cache.to(tl.pointer_type(tl.uint8)) + block * (stride_block * 16)
+    data = page + offset * BODY_BYTES
+
+    dim = tl.arange(0, 512)
+    row = token.to(tl.int64)[:, None] * (stride_kv * 8)
+    x = tl.load(kv + row + dim[None, :], mask=stored[:, None], other=0.0).to(tl.float32)
+    if NORM:
+        inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + norm_eps)
+        weight = tl.load(norm_weight + dim).to(tl.float32)
+        x = to_bf16((x * inverse[:, None]) * weight[None, :]).to(tl.float32)
+
+    pair = tl.arange(0, 256)
+    rotated = (pair >= 224)[None, :]
+    at = rope_table + position[:, None] * 64 + tl.where(pair >= 224, pair - 224, 0)[None, :]
+    cos = tl.load(at, mask=rotated & stored[:, None], other=0.0).to(tl.float32)
+    sin = tl.load(at + 32, mask=rotated & stored[:, None], other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(x, (TOKENS, 256, 2)))
+    rotated_even, rotated_odd = rotate(even, odd, cos, sin)
+    even = tl.where(rotated, rotated_even, even)
+    odd = tl.where(rotated, rotated_odd, odd)
+    x = tl.reshape(tl.join(even, odd), (TOKENS, 512))
+
+    if SCALE_DIMS > 0:  # block scales, over rows rounded to bf16
+        blocks: tl.constexpr = 512 // SCALE_DIMS
+        bf16 = to_bf16(x)
+        x = tl.reshape(bf16.to(tl.float32), (TOKENS, blocks, SCALE_DIMS))
+        exponent = scale_exponent(tl.maximum(tl.max(finite_abs(x), axis=2), 1e-4))
+        code = to_e4m3(tl.reshape(x * power_of_two(254 - exponent)[:, :, None], (TOKENS, 512)))
+        tl.store(data[:, None] + dim[None, :], code, mask=stored[:, None] & (dim < QUANTISED)[None, :])
+        if QUANTISED < 512:
+            tail = (data + QUANTISED).to(tl.pointer_type(tl.bfloat16))[:, None] + (dim - QUANTISED)[None, :]
+            tl.store(tail, bf16, mask=stored[:, None] & (dim >= QUANTISED)[None, :])
+        if TAIL_BYTES > 0:
+            scale = page + (BLOCK_SIZE * BODY_BYTES) + offset * TAIL_BYTES
+        else:
+            scale = data + SCALE_OFFSET
+        index = tl.arange(0, blocks)
+        byte = tl.where((index * SCALE_DIMS < QUANTISED)[None, :], exponent, 0).to(tl.uint8)
+        tl.store(scale[:, None] + index[None, :], byte, mask=stored[:, None])
+    elif QUANTISED > 0:  # one scale a tensor, over unrounded rows
+        code = to_e4m3(x * tl.div_rn(1.0, tl.load(kv_scale).to(tl.float32)))
+        tl.store(data[:, None] + dim[None, :], code, mask=stored[:, None])
+    else:
+        at = data.to(tl.pointer_type(tl.bfloat16))[:, None] + dim[None, :]
+        tl.store(at, to_bf16(x), mask=stored[:, None])
+
+
+@triton.jit
+def _copy_rows(
+    pid, query, out, tokens, stride_query, stride_out, HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
+):
+    """Chunk-interleaved: copy ROWS (token, chunk) rows and zero their tails. Bits are moved, not values."""
+    LIVE: tl.constexpr = HEADS * 16
+    WIDTH: tl.constexpr = PADDED * 16
+    row = pid * ROWS + tl.arange(0, ROWS)
+    token, chunk = (row // 32).to(tl.int64), row % 32
+    valid = (token < tokens)[:, None]
+    col = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    source = query + (token * (stride_query * 8) + chunk * LIVE)[:, None]
+    value = tl.load(source + col, mask=valid & (col < LIVE), other=0.0)
+    target = out + (token * (stride_out * 8) + chunk * WIDTH)[:, None]
+    tl.store(target + col, value, mask=valid & (col < WIDTH))
+
+
+@triton.jit
+def _head_rows(
+    pid,
+    query,
+    out,
+    positions,
+    rope_table,
+    query_scale_inv,
+    tokens,
+    stride_query,
+    stride_head,
+    stride_out,
+    norm_eps,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Head-major: ROWS (token, head) rows of 512, normed, rotated and cast as asked; dead heads are zero."""
+    VISITED: tl.constexpr = HEADS if IN_PLACE else PADDED
+    row = pid * ROWS + tl.arange(0, ROWS)
+    token, head = (row // VISITED).to(tl.int64), row % VISITED
+    valid = token < tokens
+    live = valid & (head < HEADS)
+    source = query + (token * (stride_query * 8) + head * (stride_head * 8))[:, None]
+    if QUANTISE:
+        out = out.to(tl.pointer_type(tl.uint8))
+    target = out + (token * (stride_out * OUT_UNIT) + head * 512)[:, None]
+    dim = tl.arange(0, 512)[None, :]
+    copied = live[:, None]
+    untouched: tl.constexpr = 448 if ROPE else 512
+    if QUANTISE:
+        scale_inv = tl.load(query_scale_inv).to(tl.float32)
+
+    if NORM or QUANTISE:
+        x = tl.load(source + dim, mask=copied, other=0.0).to(tl.float32)
+        if NORM:
+            inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
+            x = x * inverse
+        x = tl.where(copied, x, 0.0)
+        value = to_e4m3(x * scale_inv) if QUANTISE else to_activation(x, query.dtype.element_ty)
+        tl.store(target + dim, value, mask=valid[:, None] & (dim < untouched))
+    elif not IN_PLACE:
+        value = tl.load(source + dim, mask=copied & (dim < untouched), other=0.0)
+        tl.store(target + dim, value, mask=valid[:, None] & (dim < untouched))
+
+    if ROPE:
+        dim = tl.arange(0, 64)[None, :]
+        x = tl.load(source + 448 + dim, mask=copied, other=0.0).to(tl.float32)
+        if NORM:
+            x = x * inverse
+        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+        at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+        cos = tl.load(at, mask=copied, other=0.0).to(tl.float32)
+        sin = tl.load(at + 32, mask=copied, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, (ROWS, 32, 2)))
+        even, odd = rotate(even, odd, cos, sin)
+        x = tl.where(copied, tl.reshape(tl.join(even, odd), (ROWS, 64)), 0.0)
+        value = to_e4m3(x * scale_inv) if QUANTISE else to_activation(x, query.dtype.element_ty)
+        tl.store(target + 448 + dim, value, mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=UNALIGNED)
+def _query_kv_kernel(
+    query,
+    out,
+    kv,
+    cache,
+    slots,
+    positions,
+    rope_table,
+    query_scale_inv,
+    kv_scale,
+    tokens: "i32",
+    stored_tokens: "i32",
+    kv_programs: "i32",
+    stride_query: "i64",
+    stride_head: "i64",
+    stride_out: "i64",
+    stride_kv: "i64",
+    stride_block: "i64",
+    capacity: "i64",
+    norm_eps: "fp32",
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    SCALE_DIMS: tl.constexpr,
+    BODY_BYTES: tl.constexpr,
+    TAIL_BYTES: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid < kv_programs:
+        _kv_tile(
+            pid,
+            kv,
+            cache,
+            slots,
+            positions,
+            rope_table,
+            kv,
+            kv_scale,
+            stored_tokens,
+            stride_kv,
+            stride_block,
+            capacity,
+            0.0,
+            BLOCK_SIZE,
+            QUANTISED,
+            SCALE_DIMS,
+            BODY_BYTES,
+            TAIL_BYTES,
+            SCALE_OFFSET,
+            False,
+            TOKENS,
+        )
+    elif INTERLEAVED:
+        _copy_rows(pid - kv_programs, query, out, tokens, stride_query, stride_out, HEADS, PADDED, ROWS)
+    else:
+        _head_rows(
+            pid - kv_programs,
+            query,
+            out,
+            positions,
+            rope_table,
+            query_scale_inv,
+            tokens,
+            stride_query,
+            stride_head,
+            stride_out,
+            norm_eps,
+            HEADS,
+            PADDED,
+            NORM,
+            ROPE,
+            QUANTISE,
+            IN_PLACE,
+            OUT_UNIT,
+            ROWS,
+        )
+
+
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=UNALIGNED)
+def _kv_kernel(
+    kv,
+    cache,
+    slots,
+    positions,
+    rope_table,
+    norm_weight,
+    kv_scale,
+    stored_tokens: "i32",
+    stride_kv: "i64",
+    stride_block: "i64",
+    capacity: "i64",
+    norm_eps: "fp32",
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    SCALE_DIMS: tl.constexpr,
+    BODY_BYTES: tl.constexpr,
+    TAIL_BYTES: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    _kv_tile(
+        tl.program_id(0),
+        kv,
+        cache,
+        slots,
+        positions,
+        rope_table,
+        norm_weight,
+        kv_scale,
+        stored_tokens,
+        stride_kv,
+        stride_block,
+        capacity,
+        norm_eps,
+        BLOCK_SIZE,
+        QUANTISED,
+        SCALE_DIMS,
+        BODY_BYTES,
+        TAIL_BYTES,
+        SCALE_OFFSET,
+        NORM,
+        TOKENS,
+    )
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _pad_kernel(
+    query,
+    out,
+    tokens: "i32",
+    stride_query: "i64",
+    stride_head: "i64",
+    stride_out: "i64",
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if INTERLEAVED:
+        _copy_rows(pid, query, out, tokens, stride_query, stride_out, HEADS, PADDED, ROWS)
+    else:
+        _head_rows(
+            pid,
+            query,
+            out,
+            query,
+            query,
+            query,
+            tokens,
+            stride_query,
+            stride_head,
+            stride_out,
+            0.0,
+            HEADS,
+            PADDED,
+            False,
+            False,
+            False,
+            False,
+            8,
+            ROWS,
+        )
+
+
+query_kv = Kernel(_query_kv_kernel)
+kv_only = Kernel(_kv_kernel)
+pad = Kernel(_pad_kernel)
+
+
+def _record_constants(record: Record, block_size: int) -> tuple[int, ...]:
+    """BLOCK_SIZE, QUANTISED, SCALE_DIMS, BODY_BYTES, TAIL_BYTES, SCALE_OFFSET."""
+    first = record.parts[0]
+    quantised = first.dims if first.element == "e4m3" else 0
+    scale = first.scale
+    return (
+        block_size,
+        quantised,
+        0 if scale is None else scale.block,
+        record.body_bytes,
+        record.tail_bytes,
+        0 if scale is None else scale.offset,
+    )
+
+
+def _cache_scalars(kv: Tensor, cache: Tensor) -> tuple[int, int, int]:
+    """stride_kv, stride_block, capacity."""
+    stride_block = cache.stride(0) * cache.element_size() // 16
+    return kv.stride(0) // 8, stride_block, cache.shape[0] * cache.shape[1]
+
+
+def launch_kv(
+    kv: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    *,
+    record: Record,
+    kv_scale: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    config: LaunchConfig,
+) -> Launch:
+    """The KV half alone."""
+    stored = slots.shape[0]
+    return Launch(
+        kv_only,
+        triton.cdiv(stored, config.tokens) if cache.numel() else 0,
+        (kv, cache, slots, positions, rope_table, norm_weight, kv_scale),
+        (stored, *_cache_scalars(kv, cache), norm_eps),
+        (*_record_constants(record, cache.shape[1]), norm_weight is not None, config.tokens),
+        config.num_warps,
+    )
+
+
+def launch_pad(query: Tensor, out: Tensor, *, interleaved: bool, config: LaunchConfig) -> Launch:
+    """The padding copy alone."""
+    tokens, heads, _ = query.shape
+    padded = out.shape[1]
+    return Launch(
+        pad,
+        triton.cdiv(tokens * (32 if interleaved else padded), config.rows),
+        (query, out),
+        (tokens, query.stride(0) // 8, query.stride(1) // 8, out.stride(0) // 8),
+        (heads, padded, interleaved, config.rows),
+        config.num_warps,
+    )
+
+
+def launch_query_kv(
+    query: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    out: Tensor,
+    *,
+    record: Record,
+    interleaved: bool,
+    norm_eps: float | None,
+    rope: bool,
+    query_scale_inv: Tensor | None,
+    kv_scale: Tensor | None,
+    in_place: bool,
+    config: LaunchConfig,
+) -> Launch:
+    """Both halves in one launch."""
+    tokens, heads, _ = query.shape
+    padded, stored = out.shape[1], slots.shape[0]
+    kv_programs = triton.cdiv(stored, config.tokens) if cache.numel() else 0
+    rows = tokens * (32 if interleaved else heads if in_place else padded)
+    quantise = query_scale_inv is not None
+    out_unit = 16 if quantise else 8  # elements in 16 bytes
+    return Launch(
+        query_kv,
+        kv_programs + triton.cdiv(rows, config.rows),
+        (query, out, kv, cache, slots, positions, rope_table, query_scale_inv, kv_scale),
+        (
+            tokens,
+            stored,
+            kv_programs,
+            query.stride(0) // 8,
+            query.stride(1) // 8,
+            out.stride(0) // out_unit,
+            *_cache_scalars(kv, cache),
+            0.0 if norm_eps is None else norm_eps,
+        ),
+        (
+            *_record_constants(record, cache.shape[1]),
+            heads,
+            padded,
+            interleaved,
+            norm_eps is not None,
+            rope,
+            quantise,
+            in_place,
+            out_unit,
+            config.rows,
+            config.tokens,
+        ),
+        config.num_warps,
+    )

@@ -1,0 +1,105 @@
+"""Compile the launches of the registry for every architecture, on any machine, and report what the compiler did.
+
+Run as a script (kernels must not be in the interpreter): one JSON object a line with kernel, target,
+registers, spills and the widths of the global accesses in the PTX.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from preattn.kernels.launch import OPTIONS, Launch
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def source(launch: Launch) -> ASTSource:
+    """The launch as a compile unit, specialised exactly as ``Kernel.compile`` specialises it."""
+    function = launch.kernel.function
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], object] = {}
+    attributes: dict[tuple[int], list[list[object]]] = {}
+    arguments = (*launch.tensors, *launch.scalars, *launch.constants)
+    for index, (parameter, value) in enumerate(zip(function.params, arguments, strict=True)):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = parameter.annotation_type
+    return ASTSource(function, signature, constants, attributes)
+
+
+def ptxas_report(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and local memory of a cubin (cuobjdump comes with Triton)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text))
+    return {name.lower(): int(value) for name, value in usage.items()}
+
+
+def accesses(ptx: str) -> dict[str, int]:
+    """How many global loads and stores there are of each width in bits."""
+    counts: Counter[str] = Counter()
+    for kind, vector, bits in re.findall(r"\b(ld|st)\.global\S*?(?:\.(v\d))?\.[bu](\d+)", ptx):
+        counts[f"{kind}{int(vector[1:] or 1) * int(bits) if vector else int(bits)}"] += 1
+    return dict(counts)
+
+
+def report(name: str, launch: Launch, target: str) -> dict[str, object]:
+    """Compile one launch for one target."""
+    compiled = triton.compile(source(launch), target=TARGETS[target], options={"num_warps": launch.num_warps, **OPTIONS})
+    row: dict[str, object] = {"case": name, "kernel": launch.kernel.name, "target": target, "warps": launch.num_warps}
+    if "cubin" in compiled.asm:
+        row |= ptxas_report(compiled.asm["cubin"]) | {"accesses": accesses(compiled.asm["ptx"])}
+    else:
+        text = compiled.asm["amdgcn"]
+        for key in ("vgpr_spill_count", "sgpr_spill_count", "vgpr_count"):
+            found = re.search(rf"\.{key}:\s*(\d+)", text)
+            row[key] = int(found.group(1)) if found else None
+    return row
+
+
+def main() -> None:
+    from preattn.cases import static_launches
+
+    targets = sys.argv[1:] or list(TARGETS)
+    for name, launch in static_launches():
+        for target in targets:
+            print(json.dumps(report(name, launch, target)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
