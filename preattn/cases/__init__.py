@@ -1,0 +1,15 @@
+"""The registry of cases: one list that tests, bench, tuning and warm-up draw from.
+
+A :class:`Case` describes one use of one op; ``case.build(tokens)`` makes a :class:`Call` of it, deterministic
+in tokens and seed, with every byte the op may write poisoned first. Nothing is fast but untested, or tested
+but never warmed.
+"""
+
+from __future__ import annotations
+
+from . import v4
+from .base import CANARY, Call, Case
+
+__all__ = ["CANARY", "CASES", "Call", "Case"]
+
+CASES: tuple[Case, ...] = v4.CASES

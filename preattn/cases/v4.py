@@ -1,0 +1,141 @@
+"""Cases of the V4 / V4.1 prologue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import formats, v4
+from ..policy import Form, Layout, v4_bytes
+from .base import Call, activations, poisoned, pool_and_slots, rope_table
+
+
+@dataclass(frozen=True)
+class V4Case:
+    """A use of :func:`preattn.v4.query_kv_insert`; ``padded_heads=0`` is KV only."""
+
+    heads: int
+    padded_heads: int
+    record: str = "v41_mxfp8"
+    layout: Layout = "chunk_interleaved"
+    norm: bool = False
+    rope: bool = False
+    in_place: bool = False
+    fp8_query: bool = False
+    form: Form = Form.ONE_LAUNCH
+    block_size: int = 64
+    page_padding: int = 0
+    unstored: int = 0
+    """Rows at the end of the step that have no slot at all."""
+    dtype: torch.dtype = torch.bfloat16
+    index_dtype: torch.dtype = torch.int64
+    table_dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """For example ``v4/chunk_interleaved/32of64/v41_mxfp8``."""
+        flags = [
+            word
+            for word, on in (
+                ("norm", self.norm),
+                ("rope", self.rope),
+                ("in_place", self.in_place),
+                ("fp8_query", self.fp8_query),
+                ("two_launches", self.form == Form.TWO_LAUNCHES),
+                (f"page{self.block_size}+{self.page_padding}", self.block_size != 64 or self.page_padding > 0),
+                (f"unstored{self.unstored}", self.unstored > 0),
+                ("fp16", self.dtype == torch.float16),
+                ("int32", self.index_dtype == torch.int32),
+                ("bf16_table", self.table_dtype == torch.bfloat16),
+            )
+            if on
+        ]
+        return "/".join(["v4", self.layout, f"{self.heads}of{self.padded_heads}", self.record, *flags])
+
+    def build(self, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Call:
+        """See :class:`Case`."""
+        record = formats.record(self.record, 512)
+        pool, cache, slots = pool_and_slots(
+            record,
+            tokens,
+            block_size=self.block_size,
+            page_padding=self.page_padding,
+            seed=seed,
+            device=device,
+            index_dtype=self.index_dtype,
+        )
+        table = rope_table(dtype=self.table_dtype)
+        generator = torch.Generator().manual_seed(seed + 1)
+        positions = torch.randint(len(table), (tokens,), generator=generator).to(self.index_dtype)
+        query = activations(tokens, self.heads, 512, dtype=self.dtype, seed=seed + 2).to(device)
+        kv = activations(tokens, 512, dtype=self.dtype, seed=seed + 3, edges=True).to(device)
+        memory = {"pool": pool}
+        out = None
+        if self.padded_heads:
+            dtype = torch.float8_e4m3fn if self.fp8_query else self.dtype
+            out = poisoned(tokens, self.padded_heads, 512, dtype=dtype, device=device)
+            if self.in_place:
+                out[:, self.heads :] = 0
+                out[:, : self.heads] = query
+                query = out[:, : self.heads]
+            memory["out"] = out
+        return Call(
+            v4.query_kv_insert,
+            {
+                "query": query,
+                "kv": kv,
+                "cache": cache,
+                "slots": slots[: max(0, tokens - self.unstored)],
+                "positions": positions.to(device),
+                "rope_table": table.to(device),
+                "record": self.record,
+                "query_rope": self.rope,
+                "query_norm_eps": 1e-6 if self.norm else None,
+                "padded_heads": self.padded_heads,
+                "layout": self.layout,
+                "query_scale_inv": torch.tensor([4.75], device=device) if self.fp8_query else None,
+                "kv_scale": torch.tensor([0.37], device=device) if self.record == "fp8" else None,
+                "out": out,
+                "form": self.form,
+            },
+            memory,
+            self.moved(tokens),
+        )
+
+    def moved(self, tokens: int) -> int:
+        """Bytes a call moves."""
+        record = formats.record(self.record, 512)
+        parts = v4_bytes(tokens, self.heads, self.padded_heads, record, in_place=self.in_place and not self.norm)
+        return sum(parts.values())
+
+
+_V41_SHARDS = ((8, 64), (16, 64), (20, 64), (24, 64), (32, 64), (40, 64), (48, 64), (64, 128))
+
+CASES: tuple[V4Case, ...] = (
+    *[V4Case(heads, padded) for heads, padded in _V41_SHARDS],
+    V4Case(32, 64, form=Form.TWO_LAUNCHES),
+    V4Case(64, 0),
+    V4Case(32, 64, unstored=5),
+    V4Case(16, 64, block_size=16, page_padding=64),
+    V4Case(32, 64, dtype=torch.float16),
+    V4Case(8, 64, index_dtype=torch.int32),
+    V4Case(64, 128, record="v4_fp8", layout="head_major", norm=True, rope=True),
+    V4Case(16, 64, record="v4_fp8", layout="head_major", norm=True, rope=True),
+    V4Case(64, 64, record="v4_fp8", layout="head_major", norm=True, rope=True, in_place=True),
+    V4Case(8, 64, record="v4_fp8", layout="head_major", norm=True, rope=True, form=Form.TWO_LAUNCHES),
+    V4Case(8, 64, record="v4_fp8", layout="head_major", rope=True, page_padding=576, unstored=5),
+    V4Case(8, 64, record="v4_fp8", layout="head_major", norm=True, rope=True, dtype=torch.float16),
+    V4Case(32, 64, layout="head_major", rope=True),
+    V4Case(32, 64, layout="head_major", rope=True, in_place=True),
+    V4Case(20, 64, layout="head_major", norm=True, rope=True, table_dtype=torch.bfloat16),
+    V4Case(24, 64, layout="head_major", norm=True),
+    V4Case(16, 64, layout="head_major"),
+    V4Case(4, 4, record="bf16", layout="head_major", norm=True, rope=True),
+    V4Case(5, 8, record="bf16", layout="head_major", rope=True, index_dtype=torch.int32),
+    V4Case(4, 4, record="fp8", layout="head_major", norm=True, rope=True, fp8_query=True),
+    V4Case(3, 8, record="fp8", layout="head_major", rope=True, fp8_query=True),
+    V4Case(64, 0, record="v4_fp8", layout="head_major"),
+    V4Case(64, 0, record="bf16", layout="head_major"),
+    V4Case(64, 0, record="fp8", layout="head_major"),
+)
