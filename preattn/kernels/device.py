@@ -114,12 +114,18 @@ def reciprocal_sqrt(x):
 
 
 @triton.jit
+def negate(x):
+    """-x, of zeros too: Triton before 3.9 compiles a minus sign to ``0 - x``, which turns +0 into +0."""
+    return x * -1.0
+
+
+@triton.jit
 def rotate(even, odd, cos, sin):
     """Main query and key: the rotated pair."""
-    return fma(even, cos, -(odd * sin)), fma(even, sin, odd * cos)
+    return fma(even, cos, negate(odd * sin)), fma(even, sin, odd * cos)
 
 
 @triton.jit
 def index_rotate(a, b, cos, sin):
     """Indexer query and key: the rotated pair, rounded in another order than :func:`rotate`."""
-    return fma(a, cos, -(b * sin)), fma(b, cos, a * sin)
+    return fma(a, cos, negate(b * sin)), fma(b, cos, a * sin)
