@@ -60,7 +60,34 @@ def backend(name: Backend | None) -> Iterator[None]:
         _backend.reset(token)
 
 
-_INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_held: ContextVar[list[Any] | None] = ContextVar("preattn_held", default=None)
+
+
+@contextmanager
+def hold() -> Iterator[list[Any]]:
+    """Within this context, in this thread, kernels are noted down in the yielded list instead of launched.
+
+    Warm-up compiles what it finds there; static checks compile it for GPUs that are not present.
+    """
+    launches: list[Any] = []
+    token = _held.set(launches)
+    try:
+        yield launches
+    finally:
+        _held.reset(token)
+
+
+def held(launch: Any) -> bool:
+    """Note a launch down if :func:`hold` is active."""
+    launches = _held.get()
+    if launches is None:
+        return False
+    launches.append(launch)
+    return True
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Triton's own switch: kernels run on CPU tensors, in its interpreter."""
 
 
 def use_kernels(tensor: Tensor) -> bool:
@@ -71,9 +98,9 @@ def use_kernels(tensor: Tensor) -> bool:
     """
     chosen = _backend.get()
     if chosen is None:
-        return tensor.is_cuda or _INTERPRET
+        return tensor.is_cuda or INTERPRETED or _held.get() is not None
     if chosen == "reference" and tensor.is_cuda:
         raise RuntimeError("the reference backend runs on CPU tensors; got a tensor on " + str(tensor.device))
-    if chosen == "triton" and not (tensor.is_cuda or _INTERPRET):
+    if chosen == "triton" and not (tensor.is_cuda or INTERPRETED):
         raise RuntimeError("the triton backend runs CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1")
     return chosen == "triton"

@@ -261,7 +261,7 @@ def to_ue8m0(scale: Tensor) -> Tensor:
 
 def from_ue8m0(byte: Tensor) -> Tensor:
     """UE8M0 bytes -> float32; 255 is NaN."""
-    value = torch.ldexp(torch.ones(()), byte.int() - 127)
+    value = torch.ldexp(torch.ones_like(byte, dtype=torch.float32), byte.int() - 127)
     return torch.where(byte == UE8M0_NAN, torch.nan, value)
 
 

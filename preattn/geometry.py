@@ -30,14 +30,14 @@ Placement = Literal["first", "last"]
 
 def _check_int(argument: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{argument}: expected an int, got {value!r}")
+        raise TypeError(f"{argument}: expected an int; got {value!r}")
     if value < least:
-        raise ValueError(f"{argument}: expected at least {least}, got {value}")
+        raise ValueError(f"{argument}: expected at least {least}; got {value}")
 
 
 def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{argument}: expected one of {', '.join(choices)}; got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Rope:
     def __post_init__(self) -> None:
         _check_int("dim", self.dim, least=0)
         if self.dim % 2:
-            raise ValueError(f"dim: expected an even number of RoPE dims, got {self.dim}")
+            raise ValueError(f"dim: expected an even number of RoPE dims; got {self.dim}")
         _check_choice("style", self.style, get_args(RopeStyle))
         _check_choice("placement", self.placement, get_args(Placement))
 
@@ -79,7 +79,7 @@ class Indexer:
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, least=1)
         if self.rope and self.dim and self.rope.dim > self.dim:
-            raise ValueError(f"rope: expected at most the {self.dim} dims of an indexer head, got {self.rope.dim}")
+            raise ValueError(f"rope: expected at most the {self.dim} dims of an indexer head; got {self.rope.dim}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +143,14 @@ class Geometry:
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, least=least)
         if not self.eps > 0:
-            raise ValueError(f"eps: expected more than 0, got {self.eps!r}")
+            raise ValueError(f"eps: expected more than 0; got {self.eps!r}")
         if self.output_groups and self.heads % self.output_groups:
-            raise ValueError(f"output_groups: expected a divisor of the {self.heads} heads, got {self.output_groups}")
+            raise ValueError(f"output_groups: expected a divisor of the {self.heads} heads; got {self.output_groups}")
         if self.family == "v4" and self.head_dim != self.latent_dim:
             unturned = self.latent_dim - self.rope.dim
-            raise ValueError(f"nope_dim: expected {unturned}, what RoPE leaves of a V4 row, got {self.nope_dim}")
+            raise ValueError(f"nope_dim: expected {unturned}, what RoPE leaves of a V4 row; got {self.nope_dim}")
         if not self.padded_head_counts or list(self.padded_head_counts) != sorted(set(self.padded_head_counts)):
-            raise ValueError(f"padded_head_counts: expected ascending counts, got {self.padded_head_counts!r}")
+            raise ValueError(f"padded_head_counts: expected ascending counts; got {self.padded_head_counts!r}")
 
     @property
     def head_dim(self) -> int:
@@ -169,7 +169,7 @@ class Geometry:
             if count >= self.heads:
                 return count
         most = self.padded_head_counts[-1]
-        raise ValueError(f"heads: expected at most {most}, the largest head count attention takes, got {self.heads}")
+        raise ValueError(f"heads: expected at most {most}, the largest head count attention takes; got {self.heads}")
 
     def shard(self, tp: int) -> Geometry:
         """What one of `tp` ranks holds: heads and output groups divided, all else replicated.
@@ -179,7 +179,7 @@ class Geometry:
         _check_int("tp", tp, least=1)
         for count, what in ((self.heads, "heads"), (self.output_groups or 0, "output groups")):
             if count % tp:
-                raise ValueError(f"tp: expected a divisor of the {count} {what} of {self.name}, got {tp}")
+                raise ValueError(f"tp: expected a divisor of the {count} {what} of {self.name}; got {tp}")
         groups = self.output_groups and self.output_groups // tp
         return replace(self, heads=self.heads // tp, output_groups=groups, tp=self.tp * tp)
 
@@ -265,7 +265,7 @@ PRESETS: Mapping[str, Geometry] = MappingProxyType({model.name: model for model 
 def geometry(name: str) -> Geometry:
     """The preset called `name`, in upper or lower case."""
     if not isinstance(name, str):
-        raise TypeError(f"name: expected a str, got {name!r}")
+        raise TypeError(f"name: expected a str; got {name!r}")
     if (preset := PRESETS.get(name.lower())) is None:
-        raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
+        raise ValueError(f"name: expected one of {', '.join(PRESETS)}; got {name!r}")
     return preset

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -79,13 +82,30 @@ def device(name: str) -> Device:
 
 
 @lru_cache
-def current_device(index: int | None) -> Device:
-    """The :class:`Device` of a CUDA device index; the CPU for None."""
+def _cuda_device(index: int | None) -> Device:
     if index is None:
         return Device("cpu")
     import torch
 
     return device(torch.cuda.get_device_name(index))
+
+
+_assumed: ContextVar[Device | None] = ContextVar("preattn_device", default=None)
+
+
+@contextmanager
+def assume(device: Device) -> Iterator[None]:
+    """Within this context, in this thread, launch as on ``device`` (tuning tries candidates this way)."""
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def launch_config(index: int | None, path: str) -> LaunchConfig:
+    """Launch configuration of a kernel path on a CUDA device index (None: the CPU)."""
+    return (_assumed.get() or _cuda_device(index)).config(path)
 
 
 def query_path(*, interleaved: bool, norm: bool, in_place: bool) -> str:

@@ -237,7 +237,7 @@ def _kv_insert_impl(
         return
     from .kernels import v4 as kernels
 
-    config = policy.current_device(kv.device.index).config("kv")
+    config = policy.launch_config(kv.device.index, "kv")
     kernels.launch_kv(kv, cache, slots, positions, rope_table, **arguments, config=config).run(kv.device)
 
 
@@ -251,7 +251,7 @@ def _pad_query_impl(query: Tensor, out: Tensor, interleaved: bool) -> None:
     from .kernels import v4 as kernels
 
     path = policy.query_path(interleaved=interleaved, norm=False, in_place=False)
-    config = policy.current_device(query.device.index).config(path)
+    config = policy.launch_config(query.device.index, path)
     kernels.launch_pad(query, out, interleaved=interleaved, config=config).run(query.device)
 
 
@@ -289,7 +289,7 @@ def _query_kv_insert_impl(
     from .kernels import v4 as kernels
 
     path = policy.query_path(interleaved=interleaved, norm=norm_eps is not None, in_place=in_place)
-    config = policy.current_device(query.device.index).config(path)
+    config = policy.launch_config(query.device.index, path)
     if two_launches:
         _kv_insert_impl(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
         slots = slots[:0]  # the same kernel, no KV programs: the query half alone

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from preattn.cases import CASES
+from preattn.dispatch import hold
 from preattn.kernels.launch import OPTIONS, Launch
 
 TARGETS = {
@@ -92,11 +95,24 @@ def report(name: str, launch: Launch, target: str) -> dict[str, object]:
     return row
 
 
-def main() -> None:
-    from preattn.cases import static_launches
+def launches() -> Iterator[tuple[str, Launch]]:
+    """What every case of the registry launches, once per variant."""
+    seen = set()
+    for case in CASES:
+        call = case.build(2)
+        with hold() as held:
+            call.function(**call.arguments)
+        for launch in held:
+            dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
+            key = (launch.kernel.name, launch.constants, launch.num_warps, dtypes)
+            if key not in seen:
+                seen.add(key)
+                yield case.name, launch
 
+
+def main() -> None:
     targets = sys.argv[1:] or list(TARGETS)
-    for name, launch in static_launches():
+    for name, launch in launches():
         for target in targets:
             print(json.dumps(report(name, launch, target)), flush=True)
 

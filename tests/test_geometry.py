@@ -110,15 +110,15 @@ def test_shards_compose(name: str) -> None:
 @pytest.mark.parametrize(
     ("tp", "error", "message"),
     [
-        (3, ValueError, "tp: expected a divisor of the 64 heads of deepseek-v4-flash, got 3"),
-        (128, ValueError, "tp: expected a divisor of the 64 heads of deepseek-v4-flash, got 128"),
-        (16, ValueError, "tp: expected a divisor of the 8 output groups of deepseek-v4-flash, got 16"),
-        (0, ValueError, "tp: expected at least 1, got 0"),
-        (-2, ValueError, "tp: expected at least 1, got -2"),
-        (2.0, TypeError, "tp: expected an int, got 2.0"),
-        ("2", TypeError, "tp: expected an int, got '2'"),
-        (True, TypeError, "tp: expected an int, got True"),
-        (None, TypeError, "tp: expected an int, got None"),
+        (3, ValueError, "tp: expected a divisor of the 64 heads of deepseek-v4-flash; got 3"),
+        (128, ValueError, "tp: expected a divisor of the 64 heads of deepseek-v4-flash; got 128"),
+        (16, ValueError, "tp: expected a divisor of the 8 output groups of deepseek-v4-flash; got 16"),
+        (0, ValueError, "tp: expected at least 1; got 0"),
+        (-2, ValueError, "tp: expected at least 1; got -2"),
+        (2.0, TypeError, "tp: expected an int; got 2.0"),
+        ("2", TypeError, "tp: expected an int; got '2'"),
+        (True, TypeError, "tp: expected an int; got True"),
+        (None, TypeError, "tp: expected an int; got None"),
     ],
 )
 def test_shard_refuses(tp: object, error: type[Exception], message: str) -> None:
@@ -133,7 +133,7 @@ def test_padded_heads_is_the_smallest_that_holds(heads: int, padded: int) -> Non
 
 def test_padded_heads_refuses_more_than_attention_takes() -> None:
     wide = replace(geometry("deepseek-v4.1-flash"), heads=129)
-    message = "heads: expected at most 128, the largest head count attention takes, got 129"
+    message = "heads: expected at most 128, the largest head count attention takes; got 129"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         _ = wide.padded_heads
     assert replace(wide, padded_head_counts=(64, 128, 256)).padded_heads == 256
@@ -147,29 +147,29 @@ def test_lookup_ignores_case(name: str) -> None:
 def test_lookup_lists_what_it_knows() -> None:
     message = (
         "name: expected one of deepseek-v3.2, glm-5, glm-5-next, deepseek-v4-flash, deepseek-v4-pro, "
-        "deepseek-v4.1-flash, got 'deepseek-v5'"
+        "deepseek-v4.1-flash; got 'deepseek-v5'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         geometry("deepseek-v5")
-    with pytest.raises(TypeError, match=r"^name: expected a str, got 4$"):
+    with pytest.raises(TypeError, match=r"^name: expected a str; got 4$"):
         geometry(4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"family": "v5"}, ValueError, "family: expected one of v4, dsa, got 'v5'"),
-        ({"hidden": 0}, ValueError, "hidden: expected at least 1, got 0"),
-        ({"heads": 64.0}, TypeError, "heads: expected an int, got 64.0"),
-        ({"q_rank": None}, TypeError, "q_rank: expected an int, got None"),
-        ({"layers": 0}, ValueError, "layers: expected at least 1, got 0"),
-        ({"window": -1}, ValueError, "window: expected at least 0, got -1"),
-        ({"heads": 20}, ValueError, "output_groups: expected a divisor of the 20 heads, got 8"),
-        ({"nope_dim": 512}, ValueError, "nope_dim: expected 448, what RoPE leaves of a V4 row, got 512"),
-        ({"eps": 0.0}, ValueError, "eps: expected more than 0, got 0.0"),
-        ({"eps": float("nan")}, ValueError, "eps: expected more than 0, got nan"),
-        ({"padded_head_counts": ()}, ValueError, "padded_head_counts: expected ascending counts, got ()"),
-        ({"padded_head_counts": (128, 64)}, ValueError, "padded_head_counts: expected ascending counts, got (128, 64)"),
+        ({"family": "v5"}, ValueError, "family: expected one of v4, dsa; got 'v5'"),
+        ({"hidden": 0}, ValueError, "hidden: expected at least 1; got 0"),
+        ({"heads": 64.0}, TypeError, "heads: expected an int; got 64.0"),
+        ({"q_rank": None}, TypeError, "q_rank: expected an int; got None"),
+        ({"layers": 0}, ValueError, "layers: expected at least 1; got 0"),
+        ({"window": -1}, ValueError, "window: expected at least 0; got -1"),
+        ({"heads": 20}, ValueError, "output_groups: expected a divisor of the 20 heads; got 8"),
+        ({"nope_dim": 512}, ValueError, "nope_dim: expected 448, what RoPE leaves of a V4 row; got 512"),
+        ({"eps": 0.0}, ValueError, "eps: expected more than 0; got 0.0"),
+        ({"eps": float("nan")}, ValueError, "eps: expected more than 0; got nan"),
+        ({"padded_head_counts": ()}, ValueError, "padded_head_counts: expected ascending counts; got ()"),
+        ({"padded_head_counts": (128, 64)}, ValueError, "padded_head_counts: expected ascending counts; got (128, 64)"),
     ],
 )
 def test_geometry_refuses(changes: dict[str, object], error: type[Exception], message: str) -> None:
@@ -178,15 +178,15 @@ def test_geometry_refuses(changes: dict[str, object], error: type[Exception], me
 
 
 def test_rope_and_indexer_refuse() -> None:
-    with pytest.raises(ValueError, match=r"^dim: expected an even number of RoPE dims, got 63$"):
+    with pytest.raises(ValueError, match=r"^dim: expected an even number of RoPE dims; got 63$"):
         Rope(63)
-    with pytest.raises(ValueError, match=r"^style: expected one of interleaved, half_split, got 'neox'$"):
+    with pytest.raises(ValueError, match=r"^style: expected one of interleaved, half_split; got 'neox'$"):
         Rope(64, "neox")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^placement: expected one of first, last, got 'middle'$"):
+    with pytest.raises(ValueError, match=r"^placement: expected one of first, last; got 'middle'$"):
         Rope(64, "interleaved", "middle")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^rope: expected at most the 32 dims of an indexer head, got 64$"):
+    with pytest.raises(ValueError, match=r"^rope: expected at most the 32 dims of an indexer head; got 64$"):
         Indexer(heads=4, dim=32, rope=Rope(64))
-    with pytest.raises(ValueError, match=r"^top_k: expected at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^top_k: expected at least 1; got 0$"):
         Indexer(top_k=0)
 
 

@@ -12,6 +12,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
@@ -26,22 +27,32 @@ def fma(a, b, c):
 
 
 @triton.jit
-def is_finite(x):
-    """True where float32 ``x`` is neither NaN nor infinite."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+def poison(x):
+    """float32 with every infinity as NaN; finite values, signed zeros too, are themselves."""
+    if INTERPRETED:
+        return x * 0.0 + x  # the product is a zero or NaN: one rounding or two, the same
+    else:
+        return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def finite_abs(x):
+    """|x|, NaN where x is not finite: the candidates for a block's largest magnitude (``tl.max`` skips NaNs)."""
+    return tl.abs(poison(x))
 
 
 @triton.jit
 def to_bf16(x):
-    """float32 -> bf16, nearest even; a NaN becomes 0x7FFF."""
+    """float32 -> bf16, nearest even; a NaN becomes 0x7FFF (the NVIDIA conversion does that by itself)."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x != x, 0x7FFF, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif is_hip():
+        bits = tl.where(x != x, 0x7FFF, x.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        return tl.where(x != x, 0x7FFF, x.to(tl.bfloat16).to(tl.int16, bitcast=True)).to(tl.int16).to(
-            tl.bfloat16, bitcast=True
-        )
+        return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -57,25 +68,21 @@ def to_activation(x, DTYPE: tl.constexpr):
 @triton.jit
 def to_e4m3(x):
     """float32 -> e4m3 codes (uint8): nearest even, finite values saturate at 448, the rest become 0x7F."""
-    finite = is_finite(x)
-    x = tl.minimum(tl.maximum(tl.where(finite, x, 0.0), -448.0), 448.0)
+    x = poison(x)
     if INTERPRETED:
-        magnitude = tl.abs(x)
+        value = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -448.0), 448.0)
+        magnitude = tl.abs(value)
         # Normal codes: round the float32 mantissa to three bits. Subnormal codes: multiples of 2**-9.
         bits = magnitude.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
         steps = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF  # an ulp of 16384 is 2**-9
-        code = tl.where(magnitude < 0.015625, steps, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        return tl.where(finite, code, 0x7F).to(tl.uint8)
-    else:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return tl.where(finite, code, 0x7F).to(tl.uint8)
-
-
-@triton.jit
-def finite_abs(x):
-    """|x| with what is not finite as zero: the candidates for a block's largest magnitude."""
-    return tl.where(is_finite(x), tl.abs(x), 0.0)
+        code = tl.where(magnitude < 0.015625, steps, normal) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        return tl.where(x == x, code, 0x7F).to(tl.uint8)
+    elif is_hip():
+        value = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -448.0), 448.0)
+        return tl.where(x == x, value.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
+    else:  # the NVIDIA conversion saturates, and turns a NaN into 0x7F
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

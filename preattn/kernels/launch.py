@@ -1,9 +1,9 @@
 """Compile once, launch many times.
 
 A :class:`Kernel` keeps the compiled variants of one Triton function, keyed by device, tensor dtypes and
-constants and by nothing that changes from step to step: after :meth:`Kernel.prepare` no call compiles,
-whatever its token count, strides or pointers are. Launching a kept variant also costs less host time than
-Triton's own dispatch, which derives a key from every argument of every call.
+constants and by nothing that changes from step to step: once a variant is compiled no call compiles it
+again, whatever its token count, strides or pointers are. Launching a kept variant also costs less host
+time than Triton's own dispatch, which derives a key from every argument of every call.
 
 On CPU tensors the functions run in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from ..dispatch import held
 
 INTERPRETED = triton.knobs.runtime.interpret
 OPTIONS = {"enable_fp_fusion": False}
@@ -45,7 +47,7 @@ class Kernel:
     that their values never select a variant), then its constexprs.
     """
 
-    kernels: list[Kernel] = []
+    kernels: ClassVar[list[Kernel]] = []
     """Every kernel of the library, in order of definition."""
 
     def __init__(self, function: Any) -> None:
@@ -99,17 +101,19 @@ class Launch(NamedTuple):
         variant = self.kernel.variants.get(key)
         return self.kernel.compile(key, self.scalars) if variant is None else variant
 
-    def prepare(self, device: torch.device) -> None:
-        """Compile and load the variant; launch nothing (the tensors may be meta tensors)."""
+    def prepare(self, device: torch.device) -> bool:
+        """Compile and load the variant unless that is done; returns whether it was not."""
+        known = len(self.kernel.variants)
         self._variant(device)
+        return len(self.kernel.variants) > known
 
     def run(self, device: torch.device) -> None:
-        """Launch on the current stream of ``device``.
+        """Launch on the current stream of ``device``; within :func:`preattn.dispatch.hold`, note down instead.
 
         Raises:
             RuntimeError: the variant is not compiled and the stream is being captured into a graph.
         """
-        if self.grid == 0:
+        if self.grid == 0 or held(self):
             return
         variant = self._variant(device)
         if INTERPRETED:

@@ -68,7 +68,8 @@ def _kv_tile(
     in_range = token < stored_tokens
     slot = tl.load(slots + token, mask=in_range, other=-1).to(tl.int64)
     stored = in_range & (slot >= 0) & (slot < capacity)  # in 64 bits, before anything is narrowed
-    position = tl.load(positions + token, mask=stored, other=0).to(tl.int64)
+    # Rows without a slot may carry any position, so only the table waits for the slots.
+    position = tl.where(stored, tl.load(positions + token, mask=in_range, other=0).to(tl.int64), 0)
     block = slot // BLOCK_SIZE
     offset = slot - block * BLOCK_SIZE
     page = cache.to(tl.pointer_type(tl.uint8)) + block * (stride_block * 16)
@@ -76,7 +77,7 @@ def _kv_tile(
 
     dim = tl.arange(0, 512)
     row = token.to(tl.int64)[:, None] * (stride_kv * 8)
-    x = tl.load(kv + row + dim[None, :], mask=stored[:, None], other=0.0).to(tl.float32)
+    x = tl.load(kv + row + dim[None, :], mask=in_range[:, None], other=0.0).to(tl.float32)
     if NORM:
         inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + norm_eps)
         weight = tl.load(norm_weight + dim).to(tl.float32)
@@ -157,48 +158,72 @@ def _head_rows(
     OUT_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Head-major: ROWS (token, head) rows of 512, normed, rotated and cast as asked; dead heads are zero."""
+    """Head-major: ROWS (token, head) rows of 512, normed, rotated and cast as asked; dead heads are zero.
+
+    Where ROWS divides the heads, a tile belongs to one token and is live or dead as a whole: one position,
+    one row of the table, and no arithmetic on heads that are zero anyway.
+    """
     VISITED: tl.constexpr = HEADS if IN_PLACE else PADDED
-    row = pid * ROWS + tl.arange(0, ROWS)
-    token, head = (row // VISITED).to(tl.int64), row % VISITED
-    valid = token < tokens
-    live = valid & (head < HEADS)
-    source = query + (token * (stride_query * 8) + head * (stride_head * 8))[:, None]
+    ONE_TOKEN: tl.constexpr = VISITED % ROWS == 0
     if QUANTISE:
         out = out.to(tl.pointer_type(tl.uint8))
-    target = out + (token * (stride_out * OUT_UNIT) + head * 512)[:, None]
-    dim = tl.arange(0, 512)[None, :]
+    if ONE_TOKEN:
+        tiles: tl.constexpr = VISITED // ROWS
+        token = (pid // tiles).to(tl.int64)
+        head = (pid % tiles) * ROWS + tl.arange(0, ROWS)
+        live = head < HEADS
+        source = query + token * (stride_query * 8) + (head * (stride_head * 8))[:, None]
+        target = out + token * (stride_out * OUT_UNIT) + (head * 512)[:, None]
+        written = (head < PADDED)[:, None]
+    else:
+        row = pid * ROWS + tl.arange(0, ROWS)
+        token, head = (row // VISITED).to(tl.int64), row % VISITED
+        live = (token < tokens) & (head < HEADS)
+        source = query + (token * (stride_query * 8) + head * (stride_head * 8))[:, None]
+        target = out + (token * (stride_out * OUT_UNIT) + head * 512)[:, None]
+        written = (token < tokens)[:, None]
     copied = live[:, None]
-    untouched: tl.constexpr = 448 if ROPE else 512
-    if QUANTISE:
-        scale_inv = tl.load(query_scale_inv).to(tl.float32)
+    dim = tl.arange(0, 512)[None, :]
 
-    if NORM or QUANTISE:
-        x = tl.load(source + dim, mask=copied, other=0.0).to(tl.float32)
-        if NORM:
-            inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
-            x = x * inverse
-        x = tl.where(copied, x, 0.0)
-        value = to_e4m3(x * scale_inv) if QUANTISE else to_activation(x, query.dtype.element_ty)
-        tl.store(target + dim, value, mask=valid[:, None] & (dim < untouched))
-    elif not IN_PLACE:
-        value = tl.load(source + dim, mask=copied & (dim < untouched), other=0.0)
-        tl.store(target + dim, value, mask=valid[:, None] & (dim < untouched))
+    if ONE_TOKEN and HEADS % ROWS == 0 and (pid % (VISITED // ROWS)) * ROWS >= HEADS:
+        zero = tl.zeros((ROWS, 512), tl.uint8 if QUANTISE else query.dtype.element_ty)
+        tl.store(target + dim, zero, mask=written)
+    else:
+        untouched: tl.constexpr = 448 if ROPE else 512
+        if QUANTISE:
+            scale_inv = tl.load(query_scale_inv).to(tl.float32)
+        if NORM or QUANTISE:
+            x = tl.load(source + dim, mask=copied, other=0.0).to(tl.float32)
+            if NORM:
+                inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
+                x = x * inverse
+            x = tl.where(copied, x, 0.0)
+            value = to_e4m3(x * scale_inv) if QUANTISE else to_activation(x, query.dtype.element_ty)
+            tl.store(target + dim, value, mask=written & (dim < untouched))
+        elif not IN_PLACE:
+            value = tl.load(source + dim, mask=copied & (dim < untouched), other=0.0)
+            tl.store(target + dim, value, mask=written & (dim < untouched))
 
-    if ROPE:
-        dim = tl.arange(0, 64)[None, :]
-        x = tl.load(source + 448 + dim, mask=copied, other=0.0).to(tl.float32)
-        if NORM:
-            x = x * inverse
-        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-        at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-        cos = tl.load(at, mask=copied, other=0.0).to(tl.float32)
-        sin = tl.load(at + 32, mask=copied, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(x, (ROWS, 32, 2)))
-        even, odd = rotate(even, odd, cos, sin)
-        x = tl.where(copied, tl.reshape(tl.join(even, odd), (ROWS, 64)), 0.0)
-        value = to_e4m3(x * scale_inv) if QUANTISE else to_activation(x, query.dtype.element_ty)
-        tl.store(target + 448 + dim, value, mask=valid[:, None])
+        if ROPE:
+            dim64 = tl.arange(0, 64)[None, :]
+            x = tl.load(source + 448 + dim64, mask=copied, other=0.0).to(tl.float32)
+            if NORM:
+                x = x * inverse
+            if ONE_TOKEN:
+                position = tl.load(positions + token).to(tl.int64)
+                at = rope_table + position * 64 + tl.arange(0, 32)[None, :]
+                cos = tl.load(at).to(tl.float32)
+                sin = tl.load(at + 32).to(tl.float32)
+            else:
+                position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+                at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+                cos = tl.load(at, mask=copied, other=0.0).to(tl.float32)
+                sin = tl.load(at + 32, mask=copied, other=0.0).to(tl.float32)
+            even, odd = tl.split(tl.reshape(x, (ROWS, 32, 2)))
+            even, odd = rotate(even, odd, cos, sin)
+            x = tl.where(copied, tl.reshape(tl.join(even, odd), (ROWS, 64)), 0.0)
+            value = to_e4m3(x * scale_inv) if QUANTISE else to_activation(x, query.dtype.element_ty)
+            tl.store(target + 448 + dim64, value, mask=written)
 
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=UNALIGNED)
@@ -398,6 +423,10 @@ def _record_constants(record: Record, block_size: int) -> tuple[int, ...]:
     )
 
 
+def _programs(items: int, tile: int) -> int:
+    return -(-items // tile)
+
+
 def _cache_scalars(kv: Tensor, cache: Tensor) -> tuple[int, int, int]:
     """stride_kv, stride_block, capacity."""
     stride_block = cache.stride(0) * cache.element_size() // 16
@@ -421,7 +450,7 @@ def launch_kv(
     stored = slots.shape[0]
     return Launch(
         kv_only,
-        triton.cdiv(stored, config.tokens) if cache.numel() else 0,
+        _programs(stored, config.tokens) if cache.numel() else 0,
         (kv, cache, slots, positions, rope_table, norm_weight, kv_scale),
         (stored, *_cache_scalars(kv, cache), norm_eps),
         (*_record_constants(record, cache.shape[1]), norm_weight is not None, config.tokens),
@@ -435,7 +464,7 @@ def launch_pad(query: Tensor, out: Tensor, *, interleaved: bool, config: LaunchC
     padded = out.shape[1]
     return Launch(
         pad,
-        triton.cdiv(tokens * (32 if interleaved else padded), config.rows),
+        _programs(tokens * (32 if interleaved else padded), config.rows),
         (query, out),
         (tokens, query.stride(0) // 8, query.stride(1) // 8, out.stride(0) // 8),
         (heads, padded, interleaved, config.rows),
@@ -464,13 +493,13 @@ def launch_query_kv(
     """Both halves in one launch."""
     tokens, heads, _ = query.shape
     padded, stored = out.shape[1], slots.shape[0]
-    kv_programs = triton.cdiv(stored, config.tokens) if cache.numel() else 0
+    kv_programs = _programs(stored, config.tokens) if cache.numel() else 0
     rows = tokens * (32 if interleaved else heads if in_place else padded)
     quantise = query_scale_inv is not None
     out_unit = 16 if quantise else 8  # elements in 16 bytes
     return Launch(
         query_kv,
-        kv_programs + triton.cdiv(rows, config.rows),
+        kv_programs + _programs(rows, config.rows),
         (query, out, kv, cache, slots, positions, rope_table, query_scale_inv, kv_scale),
         (
             tokens,

@@ -16,7 +16,7 @@ def pad_query(query: Tensor, out: Tensor, *, interleaved: bool) -> None:
     """Copy [T, H, 512] into [T, P, 512] with the heads past H as +0.0 (``interleaved``: in every 16-dim chunk)."""
     tokens, heads, _ = query.shape
     if interleaved:
-        query, out = query.reshape(tokens, 32, heads * 16), out.view(tokens, 32, -1)
+        query, out = query.reshape(tokens, 32, heads * 16), out.view(tokens, 32, out.shape[1] * 16)
         out[..., : heads * 16], out[..., heads * 16 :] = query, 0
     else:
         out[:, :heads], out[:, heads:] = query, 0

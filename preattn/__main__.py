@@ -1,0 +1,5 @@
+"""``python -m preattn``: the command line without an installed console script."""
+
+from .cli import main
+
+main()

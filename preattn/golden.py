@@ -1,0 +1,407 @@
+"""Recorded calls of the engines' own ops: their inputs, and every byte they wrote.
+
+A folder holds ``v4.npz`` and ``dsa.npz``. An array ``CASE.NAME:bf16`` is bf16 viewed as uint16, e4m3 is viewed
+as uint8, ``rope_table`` is shared, and ``__meta__`` is JSON in uint8 whose ``manifest`` lists the cases. Where
+an output is large its SHA-256 stands for it. The package brings one such folder, ``preattn/recorded``.
+
+A file is data and nothing more: no pickles, sizes bounded, and what does not fit is a ValueError that names the
+file and the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import formats, policy, v4
+from .cases.base import CANARY, Call, as_bytes, poisoned
+
+RECORDED = Path(__file__).with_name("recorded")
+"""The folder that comes with the package."""
+
+FAMILIES = ("v4", "dsa")
+
+MEMBERS = 4096
+"""Most arrays of a file."""
+MEMBER_BYTES = 256 << 20
+"""Most bytes of an array."""
+FILE_BYTES = 1 << 30
+"""Most bytes of all arrays of a file, uncompressed."""
+GUARD = 256
+"""Canary bytes before and behind every cache."""
+
+NORM_FLIPS = 2.0**-11
+"""Largest share of a norm's outputs that may be one bf16 ulp off, because the recorder summed in another order.
+
+With u = 2**-24, the relative error of one float32 rounding: all terms of a sum of squares are positive, so
+nothing cancels, and the sum is off by at most one u for each addition on a term's longest path and one for
+the square. Ours is a tree (at most 11 levels for 2048 terms: 12 u); the recorder added up to 16 terms in a
+lane, then across lanes and warps (24 u). Mean and epsilon add 2 u to each; the root halves the 40 u between
+the two to 20. Roots and reciprocals: 2 u for ours, correctly rounded; 3 u for an approximate one. The
+products with x and with a weight: 2 u each side, 4 in all. Together below 32 u = 2**-19.
+
+One value's bf16 roundings differ where a rounding boundary lies between its two float32 values. These are at
+most 2 * 2**-19 * 2**e apart in a binade whose bf16 values are 2**-7 * 2**e apart: never across two boundaries,
+and across one in at most 2**-18 / 2**-7 = 2**-11 of all values. The recorded cases show one in 10**5.
+
+RoPE keeps this: the common factor passes through a rotation, and what is left, a few u of the pair's length,
+moves a result by more than an ulp only where it is shorter than 2**-14 of its pair.
+"""
+
+_DTYPES = tuple(np.dtype(name) for name in ("uint8", "uint16", "int32", "int64", "float32"))
+_UNFITTING = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error)
+
+
+class Recorded(NamedTuple):
+    """A recorded case, ready to run: the call, what it has to write, and which of that went through a norm.
+
+    ``expected`` has a tensor for each buffer or result of :meth:`Call.run`, or its SHA-256 in hex.
+    """
+
+    call: Call
+    expected: dict[str, Tensor | str]
+    norms: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a call wrote against what was recorded.
+
+    Attributes:
+        bytes: bytes compared.
+        differing: bytes that differ; all of an output whose SHA-256 does.
+        flips: elements of norm outputs one bf16 ulp off, where :data:`NORM_FLIPS` allows them; not in ``differing``.
+        norm_elements: elements that may flip.
+        first: where the first difference is, and what it is.
+    """
+
+    bytes: int
+    differing: int
+    flips: int
+    norm_elements: int
+    first: str | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether every byte is as recorded, allowed flips aside."""
+        return self.differing == 0
+
+    def __str__(self) -> str:
+        if not self.identical:
+            return f"{self.differing:,} bytes differ, the first: {self.first}"
+        return f"identical but for {self.flips} norm roundings in {self.norm_elements:,}" if self.flips else "identical"
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    """One recorded call.
+
+    Attributes:
+        name: as the manifest calls it.
+        family: ``v4`` or ``dsa``; also the file's name.
+        op: as the manifest calls it.
+        path: the file.
+        entry: its line of the manifest.
+        arrays: its arrays and the shared ``rope_table``, bf16 where they stand for bf16.
+    """
+
+    name: str
+    family: str
+    op: str
+    path: Path
+    entry: Mapping[str, Any]
+    arrays: Mapping[str, Tensor]
+
+    def recorded(self, device: torch.device | str = "cpu") -> Recorded:
+        """The call with fresh memory on a device, and what it has to write.
+
+        Raises:
+            ValueError: the file lacks something that the case needs, or it does not fit.
+        """
+        arrays = _Named({key: array.to(device) for key, array in self.arrays.items()})
+        try:
+            return _ADAPTERS[self.family](arrays, _Named(self.entry))
+        except _UNFITTING as error:
+            raise ValueError(f"{self.path}: {self.name}: {error}") from error
+
+    def call(self, device: torch.device | str = "cpu") -> Call:
+        """The call alone; see :meth:`recorded`."""
+        return self.recorded(device).call
+
+    def compare(self, written: Mapping[str, Tensor]) -> Comparison:
+        """Compare what :meth:`Call.run` returned, byte by byte."""
+        _, expected, norms = self.recorded()
+        return compare(expected, written, norms)
+
+
+def load(folder: Path | None = None, families: Sequence[str] = FAMILIES) -> list[GoldenCase]:
+    """Read the recorded cases of a folder (None: the package's own), in the order of the manifests.
+
+    Raises:
+        ValueError: there is no file, or one is damaged, too large, or not in the format.
+    """
+    folder = RECORDED if folder is None else folder
+    paths = [path for family in families if (path := folder / f"{family}.npz").is_file()]
+    if not paths:
+        raise ValueError(f"{folder}: expected a folder with {' or '.join(f'{family}.npz' for family in families)}")
+    return [case for path in paths for case in _read_cases(path)]
+
+
+def compare(
+    expected: Mapping[str, Tensor | str], written: Mapping[str, Tensor], norms: frozenset[str] = frozenset()
+) -> Comparison:
+    """Compare written bytes with expected ones; outputs among ``norms`` may flip within :data:`NORM_FLIPS`.
+
+    Raises:
+        ValueError: an expected output was not written.
+    """
+    count = differing = flips = norm_elements = 0
+    first = None
+    for name, want in expected.items():
+        if name not in written:
+            raise ValueError(f"written: expected {name}; got {', '.join(written)}")
+        got = written[name]
+        count += got.numel()
+        if isinstance(want, str):
+            digest = hashlib.sha256(got.numpy().tobytes()).hexdigest()
+            if digest != want:
+                differing += got.numel()
+                first = first or f"SHA-256 of {name}: expected {want[:16]}, got {digest[:16]}"
+            continue
+        flat = as_bytes(want)
+        if got.numel() != flat.numel():
+            differing += max(got.numel(), flat.numel())
+            first = first or f"{name}: expected {flat.numel()} bytes, got {got.numel()}"
+            continue
+        wrong = got != flat
+        if name in norms and want.dtype == torch.bfloat16:
+            norm_elements += want.numel()
+            flipped = _one_ulp(got.view(torch.int16), flat.view(torch.int16))
+            allowed = int(flipped.sum())
+            if allowed <= math.ceil(NORM_FLIPS * want.numel()):
+                flips += allowed
+                wrong &= ~flipped.repeat_interleave(2)
+        if wrong.any():
+            at = int(wrong.nonzero()[0, 0])
+            differing += int(wrong.sum())
+            first = first or f"{name}[{at}], expected 0x{int(flat[at]):02x}, got 0x{int(got[at]):02x}"
+    return Comparison(count, differing, flips, norm_elements, first)
+
+
+def _one_ulp(a: Tensor, b: Tensor) -> Tensor:
+    """Where two bf16 numbers, as int16, are neighbours."""
+    rank = [torch.where(bits < 0, -(bits.int() & 0x7FFF), bits.int()) for bits in (a, b)]
+    finite = (a & 0x7F80 != 0x7F80) & (b & 0x7F80 != 0x7F80)
+    return finite & ((rank[0] - rank[1]).abs() == 1)
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+class _Named(dict[str, Any]):
+    """A dict that says which key is missing."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"expected {key}; got {', '.join(sorted(self))}")
+
+
+def _read_cases(path: Path) -> list[GoldenCase]:
+    arrays = _read_arrays(path)
+    meta = arrays.pop("__meta__", None)
+    if meta is None:
+        raise ValueError(f"{path}: expected __meta__, the manifest; got no such array")
+    try:
+        manifest = json.loads(meta.numpy().tobytes())["manifest"]
+        names = [(str(entry["case"]), str(entry["op"])) for entry in manifest]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path}: __meta__: expected JSON with a manifest of cases; got {error!r}") from None
+    shared = {key: array for key, array in arrays.items() if key == "rope_table"}
+    cases = []
+    for (name, op), entry in zip(names, manifest, strict=True):
+        own = {key.removeprefix(name + "."): value for key, value in arrays.items() if key.startswith(name + ".")}
+        _check_digest(path, name, own.get("q_out"), entry.get("q_out_sha256"))
+        cases.append(GoldenCase(name, path.stem, op, path, entry, {**shared, **own}))
+    return cases
+
+
+def _check_digest(path: Path, name: str, output: Tensor | None, digest: str | None) -> None:
+    if output is not None and digest is not None and _sha256(output) != digest:
+        raise ValueError(f"{path}: {name}.q_out: expected SHA-256 {digest}; got {_sha256(output)}")
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(as_bytes(tensor).numpy().tobytes()).hexdigest()
+
+
+def _read_arrays(path: Path) -> dict[str, Tensor]:
+    """Every array of an .npz file, by its name without ``:bf16``."""
+    arrays = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            total = sum(member.file_size for member in members)
+            if len(members) > MEMBERS or total > FILE_BYTES:
+                raise ValueError(
+                    f"expected at most {MEMBERS} arrays of {FILE_BYTES} bytes in all; got {len(members)} of {total}"
+                )
+            for member in members:
+                name, _, view = member.filename.removesuffix(".npy").partition(":")
+                array = read_array(archive, member)
+                if array.dtype not in _DTYPES:
+                    raise ValueError(f"{member.filename}: expected {', '.join(map(str, _DTYPES))}; got {array.dtype}")
+                if (view == "bf16") != (array.dtype == np.uint16) or view not in ("", "bf16"):
+                    raise ValueError(f"{member.filename}: expected uint16 for :bf16 only; got {array.dtype}")
+                tensor = torch.from_numpy(array)
+                arrays[name] = tensor.view(torch.bfloat16) if view else tensor
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: {error or type(error).__name__}") from None
+    return arrays
+
+
+def read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray[Any, Any]:
+    """One member; its header is held against its size before anything is allocated."""
+    if member.file_size > MEMBER_BYTES:
+        raise ValueError(f"{member.filename}: expected at most {MEMBER_BYTES} bytes; got {member.file_size}")
+    with archive.open(member) as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read_header = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, fortran, dtype = read_header(file)
+            if any(size < 0 for size in shape):
+                raise ValueError(f"shape {list(shape)}")
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{member.filename}: expected an .npy array; got {error}") from None
+        if dtype.hasobject or fortran:
+            raise ValueError(f"{member.filename}: expected numbers in C order; got {dtype}")
+        size = math.prod(shape) * dtype.itemsize
+        data = file.read(MEMBER_BYTES + 1)
+    if len(data) != size:
+        raise ValueError(f"{member.filename}: expected {size} bytes for shape {list(shape)}; got {len(data)}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+# -- from a manifest to a call ----------------------------------------------------------------------------------
+
+_V4_RECORDS = {"v4_query_kv_bf16": "bf16", "v4_query_kv_fp8": "fp8"}
+_MOST_HEADS = 1024
+
+
+def _v4_recorded(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
+    op = entry["op"]
+    if op not in ("v4_query_kv", "kv_insert", *_V4_RECORDS):
+        raise ValueError(f"op: expected an op of the V4 prologue; got {op!r}")
+    record = formats.record(str(_V4_RECORDS.get(op) or entry["record"]), v4.HEAD_DIM)
+    pool, cache, expected_pool = guarded_cache(
+        arrays["cache_out"], record, _whole(entry, "block_size", 1, 1 << 20), entry["cache_fill"]
+    )
+    kv, positions, table = arrays["kv"], arrays["positions"], arrays["rope_table"]
+    check_positions(positions, table)
+    arguments: dict[str, Any] = {
+        "kv": kv,
+        "cache": cache,
+        "slots": arrays["slots"],
+        "positions": positions,
+        "rope_table": table,
+        "record": record.name,
+        "kv_scale": arrays.get("kv_scale"),
+    }
+    memory = {"pool": pool}
+    expected: dict[str, Tensor | str] = {"pool": expected_pool}
+    if op == "kv_insert":
+        return Recorded(Call(v4.kv_insert, arguments, memory, _v4_moved(kv, 0, 0, record)), expected, frozenset())
+    query = arrays["q"]
+    padded = _whole(entry, "padded_heads", 0, _MOST_HEADS) if "padded_heads" in entry else query.shape[1]
+    scale_inv = arrays.get("q_scale_inv")
+    out = None
+    if padded:
+        dtype = query.dtype if scale_inv is None else torch.float8_e4m3fn
+        out = poisoned(query.shape[0], padded, v4.HEAD_DIM, dtype=dtype, device=query.device)
+        memory["out"] = out
+        expected["out"] = arrays["q_out"] if "q_out" in arrays else entry["q_out_sha256"]
+    norm = bool(entry["q_norm"])
+    arguments |= {
+        "query": query,
+        "query_rope": bool(entry.get("q_rope", True)),
+        "query_norm_eps": float(entry["eps"]) if norm else None,
+        "padded_heads": padded,
+        "layout": "chunk_interleaved" if entry.get("interleaved") else "head_major",
+        "query_scale_inv": scale_inv,
+        "out": out,
+    }
+    moved = _v4_moved(kv, query.shape[1], padded, record)
+    return Recorded(
+        Call(v4.query_kv_insert, arguments, memory, moved), expected, frozenset({"out"} if norm and padded else ())
+    )
+
+
+def _v4_moved(kv: Tensor, heads: int, padded: int, record: formats.Record) -> int:
+    return sum(policy.v4_bytes(kv.shape[0], heads, padded, record).values())
+
+
+def guarded_cache(
+    recorded: Tensor, record: formats.Record, block_size: int, fill: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh memory for a recorded cache, with :data:`GUARD` canary bytes on both sides.
+
+    Args:
+        recorded: [blocks, ...] as it was after the call; its first stride is the page stride.
+        record: what it holds.
+        block_size: tokens per page.
+        fill: what every element held before the call.
+
+    Returns:
+        The pool as bytes, the cache view of it, and the bytes that the pool has to hold after the call.
+    """
+    if recorded.dim() < 2 or not recorded.numel():
+        raise ValueError(f"cache_out: expected pages; got shape {list(recorded.shape)}")
+    if not isinstance(fill, int | float) or not 0 <= fill <= 255:
+        raise ValueError(f"cache_fill: expected a number from 0 to 255; got {fill!r}")
+    wanted = torch.nn.functional.pad(as_bytes(recorded), (GUARD, GUARD), value=CANARY).to(recorded.device)
+    pool = torch.full_like(wanted, CANARY)
+    pool[GUARD:-GUARD] = torch.full_like(recorded, fill).flatten().view(torch.uint8)
+    stride = recorded[0].numel() * recorded.element_size()
+    cache = formats.cache_view(
+        pool, record, block_size=block_size, num_blocks=recorded.shape[0], block_stride=stride, offset=GUARD
+    )
+    return pool, cache, wanted
+
+
+def check_positions(positions: Tensor, table: Tensor) -> None:
+    """Raise where a position is not in the RoPE table: ops do not look at values."""
+    least, most = (int(positions.min()), int(positions.max())) if positions.numel() else (0, 0)
+    if least < 0 or most >= len(table):
+        raise ValueError(f"positions: expected 0 to {len(table) - 1}; got {least} to {most}")
+
+
+def _whole(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    value = entry[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{key}: expected {least} to {most}; got {value!r}")
+    return value
+
+
+def _dsa_recorded(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
+    from .cases import recorded_dsa
+
+    return Recorded(*recorded_dsa.recorded(arrays, entry))
+
+
+_ADAPTERS: dict[str, Callable[[Mapping[str, Tensor], Mapping[str, Any]], Recorded]] = {
+    "v4": _v4_recorded,
+    "dsa": _dsa_recorded,
+}
