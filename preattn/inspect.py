@@ -35,7 +35,7 @@ PICTURE_ROWS = 512
 
 @dataclass(frozen=True)
 class Dump:
-    """The bytes of a file as [bytes] uint8; ``first_stride`` is those of an entry of its first of several dimensions."""
+    """A file's bytes, [bytes] uint8, and how many an entry of its first dimension has (None: it has no other)."""
 
     data: Tensor
     first_stride: int | None

@@ -19,7 +19,8 @@ from .reference import v4 as reference
 HEAD_DIM = 512
 ROPE_DIM = 64
 ACTIVATIONS = (torch.bfloat16, torch.float16)
-RECORDS = ("v41_mxfp8", "v4_fp8", "bf16", "fp8")
+RECORDS = {name: formats.record(name, HEAD_DIM) for name in ("v41_mxfp8", "v4_fp8", "bf16", "fp8")}
+"""The records these ops write, by name."""
 
 
 def query_kv_insert(
@@ -207,7 +208,7 @@ def _output(query: Tensor, padded: int, dtype: torch.dtype, out: Tensor | None) 
 def _record(name: str) -> Record:
     if name not in RECORDS:
         raise ValueError(f"record: expected one of {', '.join(RECORDS)}; got {name!r}")
-    return formats.record(name, HEAD_DIM)
+    return RECORDS[name]
 
 
 # -- registered ops -----------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ def _kv_insert_impl(
     checks.aligned("kv", kv)
     checks.aligned("cache", cache)
     arguments = {
-        "record": _record(record),
+        "record": RECORDS[record],
         "kv_scale": kv_scale,
         "norm_weight": norm_weight,
         "norm_eps": norm_eps,
@@ -275,7 +276,7 @@ def _query_kv_insert_impl(
         checks.aligned(name, tensor)
     in_place = _in_place(query, out, interleaved)
     arguments = {
-        "record": _record(record),
+        "record": RECORDS[record],
         "interleaved": interleaved,
         "norm_eps": norm_eps,
         "rope": rope,

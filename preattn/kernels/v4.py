@@ -40,6 +40,15 @@ UNALIGNED = ["slots", "positions", "rope_table", "kv_scale", "query_scale_inv"]
 
 
 @triton.jit
+def _block_codes(x, ROWS: tl.constexpr, DIMS: tl.constexpr, SCALE_DIMS: tl.constexpr):
+    """e4m3 codes [ROWS, DIMS] and UE8M0 scales [ROWS, DIMS // SCALE_DIMS] of float32 rows."""
+    x = tl.reshape(x, (ROWS, DIMS // SCALE_DIMS, SCALE_DIMS))
+    exponent = scale_exponent(tl.maximum(tl.max(finite_abs(x), axis=2), 1e-4))
+    code = to_e4m3(tl.reshape(x * power_of_two(254 - exponent)[:, :, None], (ROWS, DIMS)))
+    return code, exponent.to(tl.uint8)
+
+
+@triton.jit
 def _kv_tile(
     pid,
     kv,
@@ -63,60 +72,65 @@ def _kv_tile(
     NORM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Rotate, quantise and store TOKENS rows of 512. QUANTISED dims become e4m3, the others stay bf16."""
+    """Rotate, quantise and store TOKENS rows of 512. QUANTISED dims become e4m3, the others stay bf16.
+
+    The 64 rotated dims are a tile of their own, loaded again from the cache lines that the row's load just
+    brought: the other 448 then pass without a pairing or a table.
+    """
     token = pid * TOKENS + tl.arange(0, TOKENS)
     in_range = token < stored_tokens
     slot = tl.load(slots + token, mask=in_range, other=-1).to(tl.int64)
-    stored = in_range & (slot >= 0) & (slot < capacity)  # in 64 bits, before anything is narrowed
     # Rows without a slot may carry any position, so only the table waits for the slots.
-    position = tl.where(stored, tl.load(positions + token, mask=in_range, other=0).to(tl.int64), 0)
+    position = tl.load(positions + token, mask=in_range, other=0).to(tl.int64)
+    row = kv + (token.to(tl.int64) * (stride_kv * 8))[:, None]
+    dim, dim64 = tl.arange(0, 512)[None, :], tl.arange(0, 64)[None, :]
+    x = tl.load(row + dim, mask=in_range[:, None], other=0.0).to(tl.float32)
+    tail = tl.load(row + 448 + dim64, mask=in_range[:, None], other=0.0).to(tl.float32)
+
+    stored = in_range & (slot >= 0) & (slot < capacity)  # in 64 bits, before anything is narrowed
     block = slot // BLOCK_SIZE
     offset = slot - block * BLOCK_SIZE
     page = cache.to(tl.pointer_type(tl.uint8)) + block * (stride_block * 16)
-    data = page + offset * BODY_BYTES
+    data = (page + offset * BODY_BYTES)[:, None]
+    stored = stored[:, None]
 
-    dim = tl.arange(0, 512)
-    row = token.to(tl.int64)[:, None] * (stride_kv * 8)
-    x = tl.load(kv + row + dim[None, :], mask=in_range[:, None], other=0.0).to(tl.float32)
     if NORM:
-        inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + norm_eps)
-        weight = tl.load(norm_weight + dim).to(tl.float32)
-        x = to_bf16((x * inverse[:, None]) * weight[None, :]).to(tl.float32)
+        inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + norm_eps)[:, None]
+        x = to_bf16((x * inverse) * tl.load(norm_weight + dim).to(tl.float32)).to(tl.float32)
+        tail = to_bf16((tail * inverse) * tl.load(norm_weight + 448 + dim64).to(tl.float32)).to(tl.float32)
+    at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+    cos = tl.load(at, mask=stored, other=0.0).to(tl.float32)
+    sin = tl.load(at + 32, mask=stored, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(tail, (TOKENS, 32, 2)))
+    even, odd = rotate(even, odd, cos, sin)
+    tail = tl.reshape(tl.join(even, odd), (TOKENS, 64))
 
-    pair = tl.arange(0, 256)
-    rotated = (pair >= 224)[None, :]
-    at = rope_table + position[:, None] * 64 + tl.where(pair >= 224, pair - 224, 0)[None, :]
-    cos = tl.load(at, mask=rotated & stored[:, None], other=0.0).to(tl.float32)
-    sin = tl.load(at + 32, mask=rotated & stored[:, None], other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(x, (TOKENS, 256, 2)))
-    rotated_even, rotated_odd = rotate(even, odd, cos, sin)
-    even = tl.where(rotated, rotated_even, even)
-    odd = tl.where(rotated, rotated_odd, odd)
-    x = tl.reshape(tl.join(even, odd), (TOKENS, 512))
-
+    head_stored = stored & (dim < 448)
     if SCALE_DIMS > 0:  # block scales, over rows rounded to bf16
-        blocks: tl.constexpr = 512 // SCALE_DIMS
-        bf16 = to_bf16(x)
-        x = tl.reshape(bf16.to(tl.float32), (TOKENS, blocks, SCALE_DIMS))
-        exponent = scale_exponent(tl.maximum(tl.max(finite_abs(x), axis=2), 1e-4))
-        code = to_e4m3(tl.reshape(x * power_of_two(254 - exponent)[:, :, None], (TOKENS, 512)))
-        tl.store(data[:, None] + dim[None, :], code, mask=stored[:, None] & (dim < QUANTISED)[None, :])
-        if QUANTISED < 512:
-            tail = (data + QUANTISED).to(tl.pointer_type(tl.bfloat16))[:, None] + (dim - QUANTISED)[None, :]
-            tl.store(tail, bf16, mask=stored[:, None] & (dim >= QUANTISED)[None, :])
         if TAIL_BYTES > 0:
-            scale = page + (BLOCK_SIZE * BODY_BYTES) + offset * TAIL_BYTES
+            scale = (page + (BLOCK_SIZE * BODY_BYTES) + offset * TAIL_BYTES)[:, None]
         else:
             scale = data + SCALE_OFFSET
-        index = tl.arange(0, blocks)
-        byte = tl.where((index * SCALE_DIMS < QUANTISED)[None, :], exponent, 0).to(tl.uint8)
-        tl.store(scale[:, None] + index[None, :], byte, mask=stored[:, None])
+        head_blocks: tl.constexpr = 448 // SCALE_DIMS
+        index = tl.arange(0, 512 // SCALE_DIMS)[None, :]
+        code, byte = _block_codes(to_bf16(x).to(tl.float32), TOKENS, 512, SCALE_DIMS)
+        tl.store(data + dim, code, mask=head_stored)
+        if QUANTISED == 512:
+            tl.store(scale + index, byte, mask=stored & (index < head_blocks))
+            code, byte = _block_codes(to_bf16(tail).to(tl.float32), TOKENS, 64, SCALE_DIMS)
+            tl.store(data + 448 + dim64, code, mask=stored)
+            tl.store(scale + head_blocks + tl.arange(0, 64 // SCALE_DIMS)[None, :], byte, mask=stored)
+        else:  # the byte past the last scale is padding, and zero
+            tl.store(scale + index, tl.where(index < head_blocks, byte, 0), mask=stored & (index <= head_blocks))
+            tl.store((data + 448).to(tl.pointer_type(tl.bfloat16)) + dim64, to_bf16(tail), mask=stored)
     elif QUANTISED > 0:  # one scale a tensor, over unrounded rows
-        code = to_e4m3(x * tl.div_rn(1.0, tl.load(kv_scale).to(tl.float32)))
-        tl.store(data[:, None] + dim[None, :], code, mask=stored[:, None])
+        scale_inv = tl.div_rn(1.0, tl.load(kv_scale).to(tl.float32))
+        tl.store(data + dim, to_e4m3(x * scale_inv), mask=head_stored)
+        tl.store(data + 448 + dim64, to_e4m3(tail * scale_inv), mask=stored)
     else:
-        at = data.to(tl.pointer_type(tl.bfloat16))[:, None] + dim[None, :]
-        tl.store(at, to_bf16(x), mask=stored[:, None])
+        at = data.to(tl.pointer_type(tl.bfloat16))
+        tl.store(at + dim, to_bf16(x), mask=head_stored)
+        tl.store(at + 448 + dim64, to_bf16(tail), mask=stored)
 
 
 @triton.jit

@@ -1,0 +1,329 @@
+"""The tables of the README, made from ``results/<device>/*.json``: no number there is typed by hand.
+
+``python -m preattn.bench.report`` writes them between ``<!-- results:NAME -->`` and ``<!-- /results -->``; with
+``--check`` it writes nothing, and fails where the README is not what the data gives. A table takes all its numbers
+from one file, the newest that has any of them, so that every ratio is of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+Cache = Literal["cold", "warm"]
+FILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where and with what a run was made."""
+
+    device: str
+    driver: str
+    torch: str
+    triton: str
+    python: str
+    commit: str
+    date: str
+    copy_gbps: float
+    memset_gbps: float
+    timer: str
+    peer: str | None = None
+    """Name and version of the engine whose ops are among the arms."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of one case: microseconds of a call, and the bytes it has to move, each counted once."""
+
+    case: str
+    arm: str
+    tokens: int
+    heads: int
+    padded_heads: int
+    record: str
+    median_us: float
+    p10_us: float
+    p90_us: float
+    bytes: int
+    share_of_copy: float
+    cache: Cache
+
+
+@dataclass(frozen=True)
+class Results:
+    """One file of results."""
+
+    path: Path
+    header: Header
+    rows: tuple[Row, ...]
+
+    def find(self, case: str, arm: str, tokens: int, cache: Cache) -> Row | None:
+        """The row of an arm, None where it was not measured."""
+        for row in self.rows:
+            if (row.case, row.arm, row.tokens, row.cache) == (case, arm, tokens, cache):
+                return row
+        return None
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T", Header, Row)
+
+
+def _parse(kind: type[T], data: object, where: str) -> T:
+    """A dataclass from JSON, every field checked."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected an object; got {type(data).__name__}")
+    hints = get_type_hints(kind)
+    required = {field.name for field in fields(kind) if field.name != "peer"}
+    if missing := sorted(required - data.keys()):
+        raise ValueError(f"{where}: expected {', '.join(missing)}; got {', '.join(sorted(data))}")
+    if unknown := sorted(data.keys() - hints.keys()):
+        raise ValueError(f"{where}: expected no {', '.join(unknown)}")
+    for name, value in data.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{where}: {name}: expected {_said(hints[name])}; got {value!r}")
+    return kind(**data)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value) and value > 0  # type: ignore[operator, arg-type]
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, hint)
+
+
+def _said(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    return {float: "a positive number", int: "a whole number", str: "a string"}.get(hint, str(hint))
+
+
+def read(path: Path) -> Results:
+    """Read and check one file.
+
+    Raises:
+        ValueError: it is not JSON, or not in the schema of :class:`Header` and :class:`Row`.
+    """
+    try:
+        if path.stat().st_size > FILE_BYTES:
+            raise ValueError(f"expected at most {FILE_BYTES} bytes")
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(data, dict) or data.keys() != {"header", "rows"} or not isinstance(data["rows"], list):
+        raise ValueError(f"{path}: expected an object of header and rows")
+    header = _parse(Header, data["header"], f"{path}: header")
+    rows = [_parse(Row, row, f"{path}: rows[{index}]") for index, row in enumerate(data["rows"])]
+    return Results(path, header, tuple(rows))
+
+
+def read_all(folder: Path) -> dict[str, list[Results]]:
+    """Every file of ``<folder>/<device>/*.json``, by device folder, the newest first."""
+    devices: dict[str, list[Results]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        devices.setdefault(path.parent.name, []).append(read(path))
+    return {
+        device: sorted(results, key=lambda results: results.header.date, reverse=True)
+        for device, results in devices.items()
+    }
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+Key = Mapping[str, int]
+"""What distinguishes a line of a table: ``tokens``, and whatever the case's name needs."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which row of a file: the case's name with fields of the line's key in braces, and the arm."""
+
+    case: str
+    arm: str
+    cache: Cache = "cold"
+
+    def find(self, results: Results, key: Key) -> Row | None:
+        """Look it up."""
+        return results.find(self.case.format(**key), self.arm, key["tokens"], self.cache)
+
+
+class Cell(Protocol):
+    """What a column shows."""
+
+    def text(self, results: Results, key: Key) -> str | None:
+        """The text for a line, None where a row is missing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Time:
+    """Median microseconds."""
+
+    source: Source
+
+    def text(self, results: Results, key: Key) -> str | None:
+        """See :class:`Cell`."""
+        row = self.source.find(results, key)
+        return None if row is None else f"{row.median_us:,.1f}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times ``fast`` fits into ``slow``."""
+
+    slow: Source
+    fast: Source
+
+    def text(self, results: Results, key: Key) -> str | None:
+        """See :class:`Cell`."""
+        slow, fast = self.slow.find(results, key), self.fast.find(results, key)
+        return None if slow is None or fast is None else f"**{slow.median_us / fast.median_us:.2f}×**"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share of the copy rate measured in the same run."""
+
+    source: Source
+
+    def text(self, results: Results, key: Key) -> str | None:
+        """See :class:`Cell`."""
+        row = self.source.find(results, key)
+        return None if row is None else f"{row.share_of_copy:.0%}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: a marker's name, the key columns, the lines, the measured columns.
+
+    A key column is a title and a format of the line's key.
+    """
+
+    name: str
+    keys: tuple[tuple[str, str], ...]
+    lines: tuple[Key, ...]
+    columns: tuple[tuple[str, Cell], ...]
+
+    def cells(self, results: Results) -> list[list[str | None]]:
+        """The measured cells, line by line."""
+        return [[cell.text(results, line) for _, cell in self.columns] for line in self.lines]
+
+
+def _upstream(case: str, cache: Cache = "cold") -> tuple[tuple[str, Cell], ...]:
+    vllm, two, one = (Source(case, arm, cache) for arm in ("vllm", "two_launches", "one_launch"))
+    return (
+        ("vLLM's op", Time(vllm)),
+        ("two launches", Time(two)),
+        ("one launch", Time(one)),
+        ("vLLM / one launch", Ratio(vllm, one)),
+        ("of copy rate", Share(one)),
+    )
+
+
+def _lines(tokens: Iterable[int], heads: Iterable[tuple[int, int]]) -> tuple[Key, ...]:
+    return tuple({"tokens": count, "heads": live, "padded": padded} for live, padded in heads for count in tokens)
+
+
+_TOKENS = ("tokens", "{tokens:,}")
+_HEADS = ("heads", "{heads} of {padded}")
+_INTERLEAVED = "v4/chunk_interleaved/{heads}of{padded}/v41_mxfp8"
+_STEPS = (512, 1024, 2048, 4096, 8192, 16384)
+_SHARDS = ((8, 64), (16, 64), (24, 64), (32, 64), (40, 64), (48, 64), (64, 128))
+
+TABLES = (
+    Table("upstream", (_TOKENS,), _lines(_STEPS, [(32, 64)]), _upstream(_INTERLEAVED)),
+    Table("shards", (_HEADS,), _lines([16384], _SHARDS), _upstream(_INTERLEAVED)),
+    Table("graph", (_TOKENS,), _lines((1, 8, 64, 256), [(32, 64)]), _upstream(_INTERLEAVED, "warm")),
+)
+"""Every table of the README. A new one is a line here and a pair of markers there."""
+
+
+def render(table: Table, devices: Mapping[str, Sequence[Results]]) -> str:
+    """The table as Markdown, once for each device that has numbers for it."""
+    parts = []
+    for results in devices.values():
+        for run in results:
+            cells = table.cells(run)
+            if any(cell is not None for line in cells for cell in line):
+                parts.append(_markdown(table, cells, run.header))
+                break
+    return "\n\n".join(parts) or "*Not measured yet.*"
+
+
+def _markdown(table: Table, cells: list[list[str | None]], header: Header) -> str:
+    shown = [any(line[column] is not None for line in cells) for column in range(len(table.columns))]
+    titles = [title for title, _ in table.keys]
+    titles += [title for (title, _), show in zip(table.columns, shown, strict=True) if show]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---:|" * len(titles)]
+    for key, values in zip(table.lines, cells, strict=True):
+        if all(value is None for value in values):
+            continue
+        keyed = [form.format(**key) for _, form in table.keys]
+        keyed += [value or "–" for value, show in zip(values, shown, strict=True) if show]
+        lines.append("| " + " | ".join(keyed) + " |")
+    peer = f"{header.peer}, " if header.peer else ""
+    caption = (
+        f"Microseconds, medians, one run: {header.device}, driver {header.driver}, torch {header.torch}, "
+        f"Triton {header.triton}, {peer}preattn {header.commit}, {header.date}; timer: {header.timer}; "
+        f"copy rate {header.copy_gbps:,.0f} GB/s."
+    )
+    return "\n".join(lines) + "\n\n" + caption
+
+
+_MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def fill(text: str, devices: Mapping[str, Sequence[Results]], tables: Sequence[Table] = TABLES) -> str:
+    """The text with every marked place filled.
+
+    Raises:
+        ValueError: a marker names no table, or a table has no marker.
+    """
+    known = {table.name: table for table in tables}
+    found = [match["name"] for match in _MARKED.finditer(text)]
+    if sorted(found) != sorted(known):
+        raise ValueError(
+            f"markers: expected results:{', '.join(sorted(known))}; got {', '.join(sorted(found)) or 'none'}"
+        )
+    return _MARKED.sub(lambda match: f"{match[1]}{render(known[match['name']], devices)}\n{match[3]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    root = Path(__file__).parents[2]
+    parser = argparse.ArgumentParser(prog="python -m preattn.bench.report", description="Fill the README's tables.")
+    parser.add_argument("--results", type=Path, default=root / "results", metavar="FOLDER")
+    parser.add_argument("--readme", type=Path, default=root / "README.md", metavar="FILE")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the tables are out of date")
+    options = parser.parse_args(arguments)
+    try:
+        text = options.readme.read_text()
+        filled = fill(text, read_all(options.results))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.check:
+        if filled != text:
+            print(f"{options.readme}: not what {options.results} gives: run python -m preattn.bench.report")
+        return int(filled != text)
+    options.readme.write_text(filled)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

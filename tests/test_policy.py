@@ -1,0 +1,71 @@
+"""Plans: what is chosen, why, and how many bytes it says it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from preattn import policy
+from preattn.formats import record
+from preattn.geometry import geometry
+from preattn.policy import Form
+
+V41 = geometry("deepseek-v4.1-flash")
+
+
+def test_bytes_of_a_token() -> None:
+    moved = policy.v4_bytes(1, 32, 64, record("v41_mxfp8"))
+    assert moved == {
+        "query read": 32 * 1024,
+        "query written": 64 * 1024,
+        "latent read": 1024,
+        "record written": 528,
+        "RoPE table, slots, positions": 272,
+    }
+    assert policy.v4_bytes(3, 32, 64, record("v41_mxfp8"), in_place=True)["query written"] == 3 * 32 * 128
+    assert sum(policy.v4_bytes(10, 64, 0, record("v4_fp8")).values()) == 10 * (1024 + 584 + 272)
+
+
+def test_a_shard_pads_in_one_launch_on_the_measured_device() -> None:
+    plan = policy.choose(V41.shard(2), tokens=8192)
+    assert plan.form == Form.ONE_LAUNCH and "measured" in plan.reason
+    assert plan.total_bytes == 8192 * (96 * 1024 + 1024 + 528 + 272)
+    assert plan.expected_us is not None and 150 < plan.expected_us < 250
+
+
+def test_whole_heads_leave_the_query_alone() -> None:
+    plan = policy.choose(V41, tokens=100)
+    assert plan.form == Form.KV_ONLY and plan.bytes["query written"] == 0
+    rotating = policy.choose(geometry("deepseek-v4-flash"), tokens=100)
+    assert rotating.form == Form.ONE_LAUNCH  # the head norm and RoPE have to run
+
+
+def test_an_unmeasured_device_says_so() -> None:
+    plan = policy.choose(V41.shard(2), tokens=8, device_name="NVIDIA B200")
+    assert plan.form == Form.ONE_LAUNCH and "not measured" in plan.reason and plan.expected_us is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="geometry: expected a V4 family model; got deepseek-v3.2"):
+        policy.choose(geometry("deepseek-v3.2"), tokens=1)
+    with pytest.raises(ValueError, match="tokens: expected at least 0; got -1"):
+        policy.choose(V41, tokens=-1)
+
+
+def test_assumed_devices_end_with_their_context() -> None:
+    config = policy.LaunchConfig(2, 2, 2)
+    with policy.assume(policy.Device("x", launch={"kv": config})):
+        assert policy.launch_config(None, "kv") == config
+    assert policy.launch_config(None, "kv") != config
+
+
+def test_configs_survive_a_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from preattn import tuning
+
+    device = policy.device("NVIDIA H200")
+    path = tuning.save(device, tmp_path)
+    assert path.name == "nvidia-h200.json"
+    committed = policy.resources.files("preattn").joinpath("configs", path.name)
+    assert path.read_text() == committed.read_text()
+    assert dataclasses.is_dataclass(device.config("copy"))

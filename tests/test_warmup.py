@@ -1,0 +1,58 @@
+"""After warm-up no call compiles, whatever its token count is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preattn import formats, v4
+from preattn.geometry import geometry
+from preattn.kernels import launch
+from preattn.warmup import warmup
+
+TOKENS = (1, 2, 15, 16, 17, 33, 257)
+
+
+def _calls(name: str, tp: int, record_name: str, tokens: int, device: str) -> None:
+    shard = geometry(name).shard(tp)
+    record = formats.record(record_name)
+    pool = torch.zeros(6 * record.page_bytes(64), dtype=torch.uint8, device=device)
+    cache = formats.cache_view(pool, record, block_size=64)
+    query = torch.zeros(tokens, shard.heads, 512, dtype=torch.bfloat16, device=device)
+    index = torch.arange(tokens, device=device)
+    rotates = shard.query_norm
+    v4.query_kv_insert(
+        query,
+        query[:, 0],
+        cache,
+        index,
+        index,
+        torch.zeros(512, 64, device=device),
+        record=record_name,
+        query_rope=rotates,
+        query_norm_eps=1e-6 if rotates else None,
+        padded_heads=shard.padded_heads,
+        layout="head_major" if rotates else "chunk_interleaved",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "record"), [("deepseek-v4.1-flash", 4, "v41_mxfp8"), ("deepseek-v4-flash", 8, "v4_fp8")]
+)
+def test_no_call_compiles_after_warmup(name: str, tp: int, record: str, device: str) -> None:
+    seen: list[tuple[int, int]] = []
+    shard = geometry(name).shard(tp)
+    warmup(shard, record, device=device, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == len(seen) > 3
+    compiled = launch.compilations()
+    for tokens in TOKENS if device == "cuda" else TOKENS[:5]:
+        _calls(name, tp, record, tokens, device)
+    assert launch.compilations() == compiled
+    assert warmup(shard, record, device=device) == 0
+
+
+def test_what_was_not_warmed_is_noticed(device: str) -> None:
+    warmup(geometry("deepseek-v4.1-flash").shard(8), "v41_mxfp8", device=device)
+    compiled = launch.compilations()
+    _calls("deepseek-v4-flash", 4, "bf16", 1, device)
+    assert launch.compilations() == compiled + 1
