@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -64,7 +64,7 @@ class Activation(StrEnum):
 
 
 Model = Annotated[str, typer.Option(help="A model preset, for example deepseek-v4.1-flash.")]
-TensorParallel = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that the heads are divided by.")]
+TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks that the heads are divided by.")]
 RecordName = Annotated[str | None, typer.Option(help="The KV record; the model's usual one by default.")]
 
 
@@ -332,7 +332,7 @@ def _seconds(call: Call, runner: Runner, repeats: int) -> float:
 def explain(
     model: Model = "deepseek-v4.1-flash",
     tp: TensorParallel = 1,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens of the step.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens of the step.")] = 8192,
     record: RecordName = None,
     device: Annotated[str | None, typer.Option(help="A GPU by name; this machine's, or NVIDIA H200.")] = None,
     graph: Annotated[bool, typer.Option("--graph", help="The step is captured in a CUDA graph.")] = False,
@@ -386,7 +386,7 @@ def warmup(
     model: Model = "deepseek-v4.1-flash",
     tp: TensorParallel = 1,
     record: RecordName = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 64,
+    block_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     dtype: Annotated[Activation, typer.Option(help="Of the activations.")] = Activation.bf16,
 ) -> None:
     """Compile what a deployment of a model can meet, so that no request waits for a compiler."""
@@ -421,11 +421,12 @@ def warmup(
 
 @app.command()
 def bench(
-    output: Annotated[Path, typer.Option(help="Folder for <device>/*.json.")] = Path("results"),
+    output: Annotated[Path, typer.Option(help="Folder for <device>/<family>.json.")] = Path("results"),
     peers: Annotated[Path | None, typer.Option(help="A folder with vllm_peer.py; an installed vLLM otherwise.")] = None,
     family: Annotated[Family | None, typer.Option(help="One family of ops; by default both.")] = None,
-    arms: Annotated[str | None, typer.Option(help="Comma-separated arms; by default all.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer token counts and repeats.")] = False,
+    suites: Annotated[str | None, typer.Option(help="Comma-separated suites; by default all.")] = None,
+    arms: Annotated[str | None, typer.Option(help="Comma-separated arms beside ours; by default all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The largest step of each suite alone.")] = False,
 ) -> None:
     """Check every arm, then time it beside the copy rate of this GPU; needs a GPU."""
     with _telling():
@@ -433,15 +434,30 @@ def bench(
             raise ValueError("device: expected a GPU to measure; got none")
     from .bench import run
 
-    with _telling():
-        options = run.Options(
-            output=output,
-            peers=peers,
-            family=str(family) if family else None,
-            arms=tuple(arms.split(",")) if arms else None,
-            quick=quick,
+    seen = set()
+
+    def report(row: dict[str, Any]) -> None:
+        seen.add(row["arm"])
+        _say(
+            f"{escape(row['case']):<52} {row['tokens']:>6,} tokens  {row['arm']:<13} {row['cache']:<5}"
+            f"{row['median_us']:>10,.1f} us {row['share_of_copy']:>5.0%} of copy"
         )
-    raise typer.Exit(run.main(options))
+
+    wanted = tuple(arms.split(",")) if arms else None
+    with _telling():
+        known = [suite.name for suite in run.SUITES]
+        chosen = tuple(suites.split(",")) if suites else None
+        if unknown := [name for name in chosen or () if name not in known]:
+            raise ValueError(f"suites: expected some of {', '.join(known)}; got {', '.join(unknown)}")
+        options = run.Options(output, peers, str(family) if family else None, chosen, wanted, quick)
+        try:
+            folder = run.main(options, report)
+        except run.CheckFailed as error:
+            _say(f"[bold red]nothing is reported: {escape(str(error))}[/]")
+            raise typer.Exit(1) from None
+        if unseen := sorted(set(wanted or ()) - seen):
+            raise ValueError(f"arms: expected some of {', '.join(sorted(seen))}; got {', '.join(unseen)}")
+    _say(f"written to {escape(str(folder))}; python -m preattn.bench.report puts it into the README")
 
 
 # -- inspect -----------------------------------------------------------------------------------------------------

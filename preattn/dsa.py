@@ -614,7 +614,9 @@ def _query_impl(
 def _in_place(latent: Tensor, out: Tensor) -> bool:
     """Whether ``latent`` is the front of ``out``; any other overlap, or a latent cast already, is an error."""
     tokens, heads, _ = latent.shape
-    if latent.data_ptr() == out.data_ptr() and latent.dtype == out.dtype and latent.numel():
+    if not latent.numel():
+        return True
+    if latent.data_ptr() == out.data_ptr() and latent.dtype == out.dtype:
         if (tokens == 1 or latent.stride(0) == out.stride(0)) and (heads == 1 or latent.stride(1) == out.stride(1)):
             return True
     checks.disjoint("out", out, "latent", latent)

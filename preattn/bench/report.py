@@ -13,48 +13,49 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-Cache = Literal["cold", "warm"]
+Clock = Literal["cold", "warm", "host"]
 FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Header:
-    """Where and with what a run was made."""
+    """Where and with what a run was made; ``vllm`` is the version of the peer, None where there was none."""
 
     device: str
     driver: str
     torch: str
     triton: str
     python: str
+    preattn: str
     commit: str
     date: str
+    vllm: str | None
+    timer: str
     copy_gbps: float
     memset_gbps: float
-    timer: str
-    peer: str | None = None
-    """Name and version of the engine whose ops are among the arms."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One arm of one case: microseconds of a call, and the bytes it has to move, each counted once."""
 
+    suite: str
     case: str
     arm: str
     tokens: int
     heads: int
     padded_heads: int
     record: str
+    cache: Clock
     median_us: float
     p10_us: float
     p90_us: float
     bytes: int
     share_of_copy: float
-    cache: Cache
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Results:
     header: Header
     rows: tuple[Row, ...]
 
-    def find(self, case: str, arm: str, tokens: int, cache: Cache) -> Row | None:
+    def find(self, case: str, arm: str, tokens: int, cache: Clock) -> Row | None:
         """The row of an arm, None where it was not measured."""
         for row in self.rows:
             if (row.case, row.arm, row.tokens, row.cache) == (case, arm, tokens, cache):
@@ -84,8 +85,7 @@ def _parse(kind: type[T], data: object, where: str) -> T:
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object; got {type(data).__name__}")
     hints = get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.name != "peer"}
-    if missing := sorted(required - data.keys()):
+    if missing := sorted(hints.keys() - data.keys()):
         raise ValueError(f"{where}: expected {', '.join(missing)}; got {', '.join(sorted(data))}")
     if unknown := sorted(data.keys() - hints.keys()):
         raise ValueError(f"{where}: expected no {', '.join(unknown)}")
@@ -97,7 +97,7 @@ def _parse(kind: type[T], data: object, where: str) -> T:
 
 def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
+        return isinstance(value, str) and value in get_args(hint)
     if hint is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value) and value > 0  # type: ignore[operator, arg-type]
@@ -155,7 +155,7 @@ class Source:
 
     case: str
     arm: str
-    cache: Cache = "cold"
+    cache: Clock = "cold"
 
     def find(self, results: Results, key: Key) -> Row | None:
         """Look it up."""
@@ -224,8 +224,8 @@ class Table:
         return [[cell.text(results, line) for _, cell in self.columns] for line in self.lines]
 
 
-def _upstream(case: str, cache: Cache = "cold") -> tuple[tuple[str, Cell], ...]:
-    vllm, two, one = (Source(case, arm, cache) for arm in ("vllm", "two_launches", "one_launch"))
+def _upstream(case: str, cache: Clock = "cold") -> tuple[tuple[str, Cell], ...]:
+    vllm, two, one = (Source(case, arm, cache) for arm in ("vllm", "two_launches", "preattn"))
     return (
         ("vLLM's op", Time(vllm)),
         ("two launches", Time(two)),
@@ -276,10 +276,10 @@ def _markdown(table: Table, cells: list[list[str | None]], header: Header) -> st
         keyed = [form.format(**key) for _, form in table.keys]
         keyed += [value or "–" for value, show in zip(values, shown, strict=True) if show]
         lines.append("| " + " | ".join(keyed) + " |")
-    peer = f"{header.peer}, " if header.peer else ""
+    peer = f"vLLM {header.vllm}, " if header.vllm else ""
     caption = (
         f"Microseconds, medians, one run: {header.device}, driver {header.driver}, torch {header.torch}, "
-        f"Triton {header.triton}, {peer}preattn {header.commit}, {header.date}; timer: {header.timer}; "
+        f"Triton {header.triton}, {peer}preattn {header.commit[:10]}, {header.date}; timer: {header.timer}; "
         f"copy rate {header.copy_gbps:,.0f} GB/s."
     )
     return "\n".join(lines) + "\n\n" + caption

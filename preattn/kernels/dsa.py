@@ -19,7 +19,6 @@ the record, ``4 * top_k``.
 latent never reaches memory. Bytes a (token, head) row: ``2 * nope + 512``.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,10 +27,11 @@ from ..formats import Record
 from ..policy import LaunchConfig
 from ..reference.numerics import Pairing
 from .device import (
-    INTERPRETED,
     finite_abs,
     fma,
     index_rotate,
+    negate,
+    poison,
     power_of_two,
     reciprocal_sqrt,
     rotate,
@@ -60,45 +60,6 @@ LATENT_DIM = 512
 GROUP = 16
 """Tokens of a group of ``launch_norm_rope``; its ``rows`` and ``tokens`` are at most as many."""
 
-NVIDIA = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
-"""The conversion instructions are NVIDIA's: they saturate, keep NaN, and make every NaN 0x7F or 0x7FFF."""
-
-
-@triton.jit
-def _marked(x):
-    """``x`` with infinities as NaN where that lets a conversion tell finite values from others."""
-    if NVIDIA:
-        return tl.fma(x, 0.0, x)  # Inf * 0 is NaN; a zero keeps its sign
-    else:
-        return x
-
-
-@triton.jit
-def _magnitude(marked):
-    """Candidates for a block's largest finite magnitude, of :func:`_marked` values: a maximum drops NaN."""
-    if NVIDIA:
-        return tl.abs(marked)
-    else:
-        return finite_abs(marked)
-
-
-@triton.jit
-def _codes(marked):
-    """:func:`to_e4m3` of :func:`_marked` values."""
-    if NVIDIA:
-        return marked.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        return to_e4m3(marked)
-
-
-@triton.jit
-def _bf16(x):
-    """:func:`to_bf16`."""
-    if NVIDIA:
-        return x.to(tl.bfloat16)
-    else:
-        return to_bf16(x)
-
 
 @triton.jit
 def _quotient(x, scale, reciprocal):
@@ -109,7 +70,7 @@ def _quotient(x, scale, reciprocal):
     chosen so that a zero keeps its own.
     """
     estimate = x * reciprocal
-    return fma(-fma(estimate, scale, -x), reciprocal, estimate)
+    return fma(fma(estimate, scale, negate(x)), negate(reciprocal), estimate)
 
 
 @triton.jit
@@ -166,7 +127,7 @@ def _main_rope(x0, x1, table, mask, ROWS: tl.constexpr):
 @triton.jit
 def _rounded(x, scale, reciprocal, live, QUANTISE: tl.constexpr, PADS: tl.constexpr):
     """bf16 of ``x``, or e4m3 of ``x / scale``; zero where a head is padding."""
-    value = _codes(_quotient(x, scale, reciprocal)) if QUANTISE else _bf16(x)
+    value = to_e4m3(_quotient(x, scale, reciprocal)) if QUANTISE else to_bf16(x)
     return tl.where(live, value, 0) if PADS else value
 
 
@@ -203,13 +164,12 @@ def _store_rotated(
 @triton.jit
 def _index_quantise(x0, x1, x2, x3):
     """Four quarters of indexer rows to e4m3 codes and the biased exponent of each row's scale."""
-    x0, x1, x2, x3 = _marked(x0), _marked(x1), _marked(x2), _marked(x3)
-    front = tl.maximum(_magnitude(x0), _magnitude(x1))
-    back = tl.maximum(_magnitude(x2), _magnitude(x3))
-    amax = tl.max(tl.maximum(front, back), axis=1)
-    exponent = scale_exponent(tl.maximum(amax, 1e-4))
+    x0, x1, x2, x3 = poison(x0), poison(x1), poison(x2), poison(x3)
+    front = tl.maximum(tl.abs(x0), tl.abs(x1))  # a maximum drops NaNs
+    back = tl.maximum(tl.abs(x2), tl.abs(x3))
+    exponent = scale_exponent(tl.maximum(tl.max(tl.maximum(front, back), axis=1), 1e-4))
     inverse = power_of_two(254 - exponent)[:, None]
-    return _codes(x0 * inverse), _codes(x1 * inverse), _codes(x2 * inverse), _codes(x3 * inverse), exponent
+    return to_e4m3(x0 * inverse), to_e4m3(x1 * inverse), to_e4m3(x2 * inverse), to_e4m3(x3 * inverse), exponent
 
 
 # -- query ---------------------------------------------------------------------------------------------------
@@ -451,7 +411,11 @@ def _dsa_query_kernel(
 
 @triton.jit
 def _page(token, in_range, slots, capacity, cache, stride_block, BLOCK_SIZE: tl.constexpr):
-    """Which tokens are stored, the page of each as a byte pointer, and its offset there."""
+    """Which tokens are stored, the page of each as a byte pointer, and its offset there.
+
+    Rows without a slot may carry any position, so tables are read for stored rows only; nothing else has to
+    wait for the slots.
+    """
     slot = tl.load(slots + token, mask=in_range, other=-1).to(tl.int64)
     stored = in_range & (slot >= 0) & (slot < capacity)  # in 64 bits, before anything is narrowed
     block = slot // BLOCK_SIZE
@@ -480,23 +444,23 @@ def _index_key_tile(
     TOKENS: tl.constexpr,
 ):
     """LayerNorm, RoPE, quantise and store TOKENS indexer keys of 128, in quarters as :func:`_index_rows`."""
-    stored, page, offset = _page(
-        token, token < index_tokens, index_slots, capacity, index_cache, stride_block, BLOCK_SIZE
-    )
-    mask = stored[:, None]
+    in_range = token < index_tokens
+    inside = in_range[:, None]
     row = index_key + (token.to(tl.int64) * (stride_index * 8))[:, None]
-    whole = tl.load(row + tl.arange(0, 128)[None, :], mask=mask, other=0.0).to(tl.float32)
+    whole = tl.load(row + tl.arange(0, 128)[None, :], mask=inside, other=0.0).to(tl.float32)
+    position = tl.load(positions + token, mask=in_range, other=0).to(tl.int64)
+    stored, page, offset = _page(token, in_range, index_slots, capacity, index_cache, stride_block, BLOCK_SIZE)
+    mask = stored[:, None]
     mean = tl.div_rn(tree_sum(whole, TOKENS, 128), 128.0)[:, None]
     whole = whole - mean
     inverse = reciprocal_sqrt(tl.div_rn(tree_sum(whole * whole, TOKENS, 128), 128.0) + eps)[:, None]
 
     # The same row again, from cache, in quarters: cheaper than to move values between threads.
     dim = tl.arange(0, 32)[None, :]
-    position = tl.load(positions + token, mask=stored, other=0).to(tl.int64)
-    x0 = tl.load(row + dim, mask=mask, other=0.0).to(tl.float32)
-    x1 = tl.load(row + 32 + dim, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(row + 64 + dim, mask=mask, other=0.0).to(tl.float32)
-    x3 = tl.load(row + 96 + dim, mask=mask, other=0.0).to(tl.float32)
+    x0 = tl.load(row + dim, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(row + 32 + dim, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(row + 64 + dim, mask=inside, other=0.0).to(tl.float32)
+    x3 = tl.load(row + 96 + dim, mask=inside, other=0.0).to(tl.float32)
     x0 = _affine((x0 - mean) * inverse, index_weight + dim, index_bias + dim)
     x1 = _affine((x1 - mean) * inverse, index_weight + 32 + dim, index_bias + 32 + dim)
     x2 = _affine((x2 - mean) * inverse, index_weight + 64 + dim, index_bias + 64 + dim)
@@ -544,25 +508,22 @@ def _key_tile(
     TOKENS: tl.constexpr,
 ):
     """Rotate TOKENS keys of 64; store them behind their latents and return them as asked."""
-    if STORE:
-        stored, page, offset = _page(token, token < stored_tokens, slots, capacity, cache, stride_block, BLOCK_SIZE)
-    if RETURN:  # every row, whatever its slot
-        needed = token < tokens
-    else:
-        needed = stored
-    mask = needed[:, None]
+    in_range = token < (tokens if RETURN else stored_tokens)  # returned on every row, whatever its slot
+    mask = in_range[:, None]
     row = token.to(tl.int64)[:, None]
     at = k_pe + row * (stride_pe * 8) + tl.arange(0, 32)[None, :]
     x0 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x1 = tl.load(at + 32, mask=mask, other=0.0).to(tl.float32)
-    table = rope_table + tl.load(positions + token, mask=needed, other=0).to(tl.int64)[:, None] * 64
-    even0, odd0, even1, odd1 = _main_rope(x0, x1, table, mask, TOKENS)
+    table = rope_table + tl.load(positions + token, mask=in_range, other=0).to(tl.int64)[:, None] * 64
+    if STORE:
+        stored, page, offset = _page(token, token < stored_tokens, slots, capacity, cache, stride_block, BLOCK_SIZE)
+        kept = stored[:, None]
+    even0, odd0, even1, odd1 = _main_rope(x0, x1, table, mask if RETURN else kept, TOKENS)
     if RETURN:
         target = k_pe_out + row * (stride_pe_out * 8)
         _store_rotated(target, even0, odd0, even1, odd1, mask, mask, 1.0, 1.0, False, False, HALF_SPLIT, TOKENS)
     if STORE:
         target = (page + offset * RECORD_BYTES + PE_OFFSET)[:, None]
-        kept = stored[:, None]
         if PE_BF16:
             target = target.to(tl.pointer_type(tl.bfloat16))
             _store_rotated(target, even0, odd0, even1, odd1, kept, kept, 1.0, 1.0, False, False, HALF_SPLIT, TOKENS)
@@ -600,15 +561,7 @@ def _kv_tile(
     TOKENS: tl.constexpr,
 ):
     """RMSNorm TOKENS KV latents of 512; quantise and store them and return them as asked."""
-    if STORE:
-        stored, page, offset = _page(token, token < stored_tokens, slots, capacity, cache, stride_block, BLOCK_SIZE)
-        data = page + offset * RECORD_BYTES
-        kept = stored[:, None]
-    if RETURN:  # every row, whatever its slot
-        needed = token < tokens
-    else:
-        needed = stored
-    mask = needed[:, None]
+    mask = (token < (tokens if RETURN else stored_tokens))[:, None]  # returned on every row, whatever its slot
     row = token.to(tl.int64)[:, None]
     dim = tl.arange(0, 512)[None, :]
     x = tl.load(kv_latent + row * (stride_kv * 8) + dim, mask=mask, other=0.0).to(tl.float32)
@@ -617,23 +570,27 @@ def _kv_tile(
     inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + eps)
     x = x * inverse[:, None] * weight
     if RETURN:
-        tl.store(kv_out + row * (stride_kv_out * 8) + dim, _bf16(x), mask=mask)
+        tl.store(kv_out + row * (stride_kv_out * 8) + dim, to_bf16(x), mask=mask)
     if STORE:
+        stored, page, offset = _page(token, token < stored_tokens, slots, capacity, cache, stride_block, BLOCK_SIZE)
+        data = page + offset * RECORD_BYTES
+        kept = stored[:, None]
         if SCALE_DIMS > 0:
             blocks: tl.constexpr = 512 // SCALE_DIMS
-            x = _marked(tl.reshape(x, (TOKENS, blocks, SCALE_DIMS)))
-            # A quotient below 1e-4 counts as 1e-4, whose power of two is 2**-13.
-            exponent = tl.maximum(scale_exponent(tl.max(_magnitude(x), axis=2)), 114)
-            code = _codes(tl.reshape(x * power_of_two(254 - exponent)[:, :, None], (TOKENS, 512)))
+            x = tl.reshape(x, (TOKENS, blocks, SCALE_DIMS))
+            # A quotient below 1e-4 counts as 1e-4, whose power of two is 2**-13; the other floor drops a NaN.
+            amax = tl.maximum(tl.max(finite_abs(x), axis=2), 1e-4)
+            exponent = tl.maximum(scale_exponent(amax), 114)
+            code = to_e4m3(tl.reshape(x * power_of_two(254 - exponent)[:, :, None], (TOKENS, 512)))
             tl.store(data[:, None] + dim, code, mask=kept)
             at = (data + SCALE_OFFSET).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, blocks)[None, :]
             tl.store(at, power_of_two(exponent), mask=kept)
         elif ELEMENT_BYTES == 1:
             scale = tl.load(kv_scale)
-            code = _codes(_quotient(x, scale, tl.div_rn(1.0, scale)))
+            code = to_e4m3(_quotient(x, scale, tl.div_rn(1.0, scale)))
             tl.store(data[:, None] + dim, code, mask=kept)
         else:
-            tl.store(data.to(tl.pointer_type(tl.bfloat16))[:, None] + dim, _bf16(x), mask=kept)
+            tl.store(data.to(tl.pointer_type(tl.bfloat16))[:, None] + dim, to_bf16(x), mask=kept)
 
 
 @triton.jit
@@ -667,7 +624,7 @@ def _query_latent_tile(
         tl.store(at, tl.full((ROWS, FILL), -1, tl.int32), mask=valid & (index < TOP_K))
     inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, WIDTH), RANK * 1.0) + eps)
     x = x * inverse[:, None] * weight
-    tl.store(q_out + row * (stride_q_out * 8) + dim, _bf16(x), mask=inside)
+    tl.store(q_out + row * (stride_q_out * 8) + dim, to_bf16(x), mask=inside)
 
 
 @triton.jit(do_not_specialize=NORM_SCALARS, do_not_specialize_on_alignment=UNALIGNED)
@@ -869,7 +826,7 @@ def _dsa_absorb_kernel(
         a += DEPTH
         b += DEPTH * (stride_w * 8)
     scale = tl.load(query_scale)
-    code = _codes(_quotient(_bf16(total).to(tl.float32), scale, tl.div_rn(1.0, scale)))
+    code = to_e4m3(_quotient(to_bf16(total).to(tl.float32), scale, tl.div_rn(1.0, scale)))
     target = out.to(tl.pointer_type(tl.uint8)) + head * WIDTH + (token.to(tl.int64) * (stride_out * 16))[:, None]
     tl.store(target + column[None, :], code, mask=live)
 

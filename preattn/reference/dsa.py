@@ -153,32 +153,32 @@ def norm_rope_insert(
 ) -> None:
     """See :func:`preattn.dsa.norm_rope_insert`."""
     tokens = q_latent.shape[0]
-    kv = numerics.rms_norm(kv_latent, kv_eps, kv_weight)
-    key = rotated(k_pe, positions, rope_table, rope_output)
-    if kv_out is not None:
-        kv_out.copy_(numerics.to_bf16(kv))
-    if k_pe_out is not None:
-        k_pe_out.copy_(numerics.to_bf16(key))
+    if kv_out is not None and k_pe_out is not None:  # every row, whatever its slot
+        kv_out.copy_(numerics.to_bf16(numerics.rms_norm(kv_latent, kv_eps, kv_weight)))
+        k_pe_out.copy_(numerics.to_bf16(rotated(k_pe, positions, rope_table, rope_output)))
     if slots is not None and cache is not None:
         assert record is not None
-        rows = torch.cat([kv, key], -1)
-        _insert(cache, record, slots, rows if kv_scale is None else rows / kv_scale)
-    if index_key is not None:
-        if index_slots is not None and index_cache is not None:
-            assert index_weight is not None and index_bias is not None
-            assert index_rope_table is not None and index_record is not None
-            x = numerics.layer_norm(index_key, index_eps, index_weight, index_bias)
-            rows = index_rotated(x, positions, index_rope_table, index_pairing)
-            _insert(index_cache, index_record, index_slots, rows)
-        if top_k is not None:
-            top_k[:tokens] = -1
+        rows, kept = stored_rows(slots, cache)
+        kv = numerics.rms_norm(kv_latent[rows], kv_eps, kv_weight)
+        values = torch.cat([kv, rotated(k_pe[rows], positions[rows], rope_table, rope_output)], -1)
+        if kv_scale is not None:
+            values = values / kv_scale
+        elif record.parts[0].element == "bf16":
+            values = numerics.to_bf16(values)
+        formats.store(cache, record, kept, formats.encode(record, values))
+    if index_key is not None and index_slots is not None and index_cache is not None:
+        assert index_weight is not None and index_bias is not None
+        assert index_rope_table is not None and index_record is not None
+        rows, kept = stored_rows(index_slots, index_cache)
+        values = numerics.layer_norm(index_key[rows], index_eps, index_weight, index_bias)
+        values = index_rotated(values, positions[rows], index_rope_table, index_pairing)
+        formats.store(index_cache, index_record, kept, formats.encode(index_record, values))
+    if top_k is not None:
+        top_k[:tokens] = -1
     q_out.copy_(numerics.to_bf16(numerics.rms_norm(q_latent, q_eps, q_weight)))
 
 
-def _insert(cache: Tensor, record: Record, slots: Tensor, rows: Tensor) -> None:
-    """Encode and store the rows that have a slot: rows past ``slots`` and slots outside the cache are skipped."""
+def stored_rows(slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that have a slot inside the cache, and those slots. A row without one may hold anything."""
     kept = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    values = rows[: slots.shape[0]][kept]
-    if record.parts[0].element == "bf16":
-        values = numerics.to_bf16(values)
-    formats.store(cache, record, slots[kept], formats.encode(record, values))
+    return kept.nonzero().flatten(), slots[kept]

@@ -1,0 +1,231 @@
+"""The README's tables from results: numbers, ratios of one run, what is missing, and what a bad file is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preattn.bench import report
+from preattn.bench.report import TABLES, Header, Ratio, Row, Share, Source, Table, Time
+
+HEADER = {
+    "device": "NVIDIA Abacus",
+    "driver": "580.1",
+    "torch": "2.13.0",
+    "triton": "3.9.0",
+    "python": "3.12.0",
+    "preattn": "0.1.0",
+    "commit": "0123456789abcdef",
+    "date": "2026-11-30",
+    "vllm": "0.33.0",
+    "timer": "cupti",
+    "copy_gbps": 4000.0,
+    "memset_gbps": 3000.0,
+}
+ONE = Source("case/{heads}", "one")
+TABLE = Table(
+    "example",
+    (("tokens", "{tokens:,}"), ("heads", "{heads}")),
+    ({"tokens": 1024, "heads": 8}, {"tokens": 2048, "heads": 8}),
+    (("old", Time(Source("case/{heads}", "old"))), ("one", Time(ONE)), ("ratio", Ratio(Source("case/{heads}", "old"), ONE)),
+     ("copy", Share(ONE))),
+)  # fmt: skip
+README = "before\n<!-- results:example -->\nold text\n<!-- /results -->\nafter\n"
+
+
+def row(arm: str, tokens: int, median: float, **changes: object) -> dict[str, Any]:
+    return {
+        "suite": "s",
+        "case": "case/8",
+        "arm": arm,
+        "tokens": tokens,
+        "heads": 8,
+        "padded_heads": 64,
+        "record": "v41_mxfp8",
+        "cache": "cold",
+        "median_us": median,
+        "p10_us": median,
+        "p90_us": median,
+        "bytes": 10,
+        "share_of_copy": 0.954,
+        **changes,
+    }
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "v4.json", **header: object) -> Path:
+    path = folder / "nvidia-abacus" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"header": {**HEADER, **header}, "rows": rows}))
+    return path
+
+
+def filled(folder: Path) -> str:
+    return report.fill(README, report.read_all(folder), [TABLE])
+
+
+def test_a_table(tmp_path: Path) -> None:
+    write(tmp_path, [row("old", 1024, 100.0), row("one", 1024, 25.0), row("one", 2048, 5000.04)])
+    assert filled(tmp_path) == (
+        "before\n"
+        "<!-- results:example -->\n"
+        "| tokens | heads | old | one | ratio | copy |\n"
+        "|---:|---:|---:|---:|---:|---:|\n"
+        "| 1,024 | 8 | 100.0 | 25.0 | **4.00×** | 95% |\n"
+        "| 2,048 | 8 | – | 5,000.0 | – | 95% |\n"
+        "\n"
+        "Microseconds, medians, one run: NVIDIA Abacus, driver 580.1, torch 2.13.0, Triton 3.9.0, vLLM 0.33.0, "
+        "preattn 0123456789, 2026-11-30; timer: cupti; copy rate 4,000 GB/s.\n"
+        "<!-- /results -->\n"
+        "after\n"
+    )
+
+
+def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, [row("one", 1024, 25.0)])
+    once = filled(tmp_path)
+    assert report.fill(once, report.read_all(tmp_path), [TABLE]) == once
+
+
+def test_columns_and_lines_without_numbers_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, [row("one", 2048, 25.0), row("one", 1024, 9.0, cache="warm")], vllm=None)
+    lines = filled(tmp_path).splitlines()[2:6]
+    assert lines[:3] == ["| tokens | heads | one | copy |", "|---:|---:|---:|---:|", "| 2,048 | 8 | 25.0 | 95% |"]
+    assert "vLLM" not in filled(tmp_path)
+
+
+def test_nothing_measured(tmp_path: Path) -> None:
+    assert "<!-- results:example -->\n*Not measured yet.*\n<!-- /results -->" in filled(tmp_path)
+
+
+def test_ratios_are_of_one_run(tmp_path: Path) -> None:
+    write(tmp_path, [row("old", 1024, 100.0), row("one", 1024, 25.0)], "a.json", date="2026-01-01")
+    write(tmp_path, [row("one", 1024, 20.0)], "b.json", date="2026-02-01")
+    assert "| 1,024 | 8 | 20.0 | 95% |" in filled(tmp_path)
+    write(tmp_path, [row("other", 1024, 20.0)], "c.json", date="2026-03-01")  # nothing for this table
+    assert "| 1,024 | 8 | 20.0 | 95% |" in filled(tmp_path)
+
+
+def test_every_device_has_its_table(tmp_path: Path) -> None:
+    write(tmp_path, [row("one", 1024, 25.0)])
+    other = tmp_path / "nvidia-other"
+    other.mkdir()
+    (other / "x.json").write_text(
+        json.dumps({"header": {**HEADER, "device": "Other"}, "rows": [row("one", 1024, 9.0)]})
+    )
+    text = filled(tmp_path)
+    assert text.index("one run: NVIDIA Abacus") < text.index("| 9.0 |") < text.index("one run: Other")
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("", "none"),
+        (README.replace("example", "other"), "other"),
+        (README * 2, "example, example"),
+        ("<!-- results:example -->\n", "none"),
+    ],
+)
+def test_markers_that_do_not_fit(text: str, got: str) -> None:
+    with pytest.raises(ValueError, match=f"^markers: expected results:example; got {got}$"):
+        report.fill(text, {}, [TABLE])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", "Expecting value"),
+        ("[" * 100000, ""),
+        ("[]", "expected an object of header and rows"),
+        ({"header": HEADER}, "expected an object of header and rows"),
+        ({"header": HEADER, "rows": {}}, "expected an object of header and rows"),
+        ({"header": [], "rows": []}, "header: expected an object; got list"),
+        ({"header": {**HEADER, "more": 1}, "rows": []}, "header: expected no more"),
+        ({"header": {**HEADER, "copy_gbps": 0}, "rows": []}, "header: copy_gbps: expected a positive number; got 0"),
+        (
+            {"header": {**HEADER, "copy_gbps": float("nan")}, "rows": []},
+            "header: copy_gbps: expected a positive number",
+        ),
+        ({"header": {**HEADER, "date": 5}, "rows": []}, "header: date: expected a string; got 5"),
+        ({"header": HEADER, "rows": [7]}, "rows[0]: expected an object; got int"),
+        (
+            {"header": HEADER, "rows": [row("one", 1, 1.0), row("one", 1, -1.0)]},
+            "rows[1]: median_us: expected a positive",
+        ),
+        ({"header": HEADER, "rows": [row("one", True, 1.0)]}, "rows[0]: tokens: expected a whole number; got True"),
+        ({"header": HEADER, "rows": [row("one", 1, True)]}, "rows[0]: median_us: expected a positive number; got True"),
+        (
+            {"header": HEADER, "rows": [row("one", 1, 1.0, cache="hot")]},
+            "rows[0]: cache: expected cold or warm or host",
+        ),
+        ({"header": HEADER, "rows": [{"case": "x"}]}, "rows[0]: expected arm, bytes, cache, heads, median_us, p10_us"),
+    ],
+)
+def test_files_that_are_no_results(tmp_path: Path, data: object, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {message}')}"):
+        report.read(path)
+
+
+def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, [])
+    monkeypatch.setattr(report, "FILE_BYTES", 100)
+    with pytest.raises(ValueError, match=r"expected at most 100 bytes$"):
+        report.read(path)
+
+
+def test_the_schema_is_what_bench_writes() -> None:
+    run = pytest.importorskip("preattn.bench.run")
+    source = Path(run.__file__).read_text()
+    for kind in (Header, Row):
+        for field in dataclasses.fields(kind):
+            assert f'"{field.name}":' in source, field.name
+
+
+def test_tables_ask_for_cases_that_are_measured() -> None:
+    run = pytest.importorskip("preattn.bench.run")
+    measured = {
+        (case.name, tokens, clock)
+        for suite in run.SUITES
+        for case in suite.cases
+        for tokens in suite.tokens
+        for clock in suite.clocks
+    }
+    for table in TABLES:
+        sources = {source for _, cell in table.columns for source in vars(cell).values() if isinstance(source, Source)}
+        for source in sources:
+            for line in table.lines:
+                assert (source.case.format(**line), line["tokens"], source.cache) in measured, (table.name, line)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    empty = "".join(f"<!-- results:{table.name} -->\n<!-- /results -->\n" for table in TABLES)
+    readme.write_text(empty)
+    results = tmp_path / "results"
+    results.mkdir()
+    (line, *_), (_, cell) = TABLES[0].lines, TABLES[0].columns[2]
+    assert isinstance(cell, Time)
+    write(results, [row(cell.source.arm, line["tokens"], 16.7, case=cell.source.case.format(**line))])
+    arguments = ["--results", str(results), "--readme", str(readme)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert "run python -m preattn.bench.report" in capsys.readouterr().out
+    assert readme.read_text() == empty
+    assert report.main(arguments) == 0
+    assert "16.7" in readme.read_text()
+    assert report.main([*arguments, "--check"]) == 0
+    readme.write_text("no markers")
+    assert report.main(arguments) == 2
+    assert "error: markers: expected" in capsys.readouterr().err
+
+
+def test_the_readme_is_what_the_results_give() -> None:
+    assert report.main(["--check"]) == 0
