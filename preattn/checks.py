@@ -62,7 +62,9 @@ def rows(name: str, value: Tensor, *, inner: int = 1) -> None:
     unit = 16 // value.element_size()
     for dim in range(value.dim() - inner):
         if value.shape[dim] > 1 and (value.stride(dim) % unit or value.stride(dim) < 0):
-            raise ValueError(f"{name}: expected strides that are multiples of {unit} elements (16 bytes); got {value.stride()}")
+            raise ValueError(
+                f"{name}: expected strides that are multiples of {unit} elements (16 bytes); got {value.stride()}"
+            )
 
 
 def aligned(name: str, value: Tensor) -> None:

@@ -12,7 +12,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
@@ -228,6 +228,8 @@ class Step(NamedTuple):
 STEPS = (
     Step("v4.1", "deepseek-v4.1-flash", 2, "chunk-interleaved query, 5 rows of data-parallel padding"),
     Step("v4.8", "deepseek-v4-flash", 8, "head norm and RoPE, head-major query"),
+    Step("norm_rope.2", "deepseek-v3.2", 8, "norms, RoPE, latent and indexer key to their caches"),
+    Step("fused_q.2", "deepseek-v3.2", 8, "packed e4m3 query, indexer query and head weights"),
 )
 
 
@@ -254,15 +256,17 @@ def demo() -> None:
         case = cases[step.case]
         shard = geometry(step.model).shard(step.tp)
         call = case.call()
-        tokens = call.arguments["kv"].shape[0]
-        record = call.arguments["record"]
-        plan = policy.choose(shard, tokens=tokens, record=record, device_name=_gpu_name() if gpu else "this CPU")
+        tokens, record = call.arguments["positions"].shape[0], call.arguments.get("record")
         _say(f"\n[bold]{step.model}[/bold], 1 of {step.tp} ranks: {step.what}")
-        _say(f"  recorded   {case.name}: {tokens} tokens, {shard.heads} of {shard.padded_heads} heads, {record}")
-        _say(f"  plan       {plan.form}: {plan.reason}")
-        _say(f"  moves      {plan.total_bytes:,} bytes")
+        _say(f"  recorded   {case.name}: {tokens} tokens, {shard.heads} heads" + (f", {record}" if record else ""))
+        form = None
+        if shard.family == "v4":
+            plan = policy.choose(shard, tokens=tokens, record=record, device_name=_gpu_name() if gpu else "this CPU")
+            form = plan.form
+            _say(f"  plan       {form}: {plan.reason}")
+        _say(f"  moves      {call.moved:,} bytes")
         for runner in runners:
-            result = _run_recorded(case, runner, plan.form)
+            result = _run_recorded(case, runner, form)
             wrong += not result.identical
             style = "green" if result.identical else "bold red"
             count = f"{result.bytes:,} bytes"
@@ -276,6 +280,7 @@ def demo() -> None:
 
 def _gpu_times() -> Table:
     from .bench import timing
+    from .cases.dsa import DsaQueryCase, NormRopeCase
     from .cases.v4 import V4Case
     from .policy import Form
 
@@ -283,19 +288,21 @@ def _gpu_times() -> Table:
     table = Table(title=f"one step, cold L2; a copy on this GPU: {copy:,.0f} GB/s", title_justify="left")
     for title in ("prologue", "tokens", "launches", "time", "GB/s", "of copy"):
         table.add_column(title, justify="left" if title == "prologue" else "right")
-    cases: tuple[tuple[str, Callable[[Form], Case]], ...] = (
-        ("V4.1, 32 of 64 heads, interleaved", lambda form: V4Case(32, 64, form=form)),
-        ("V4, 64 of 64 heads, norm + RoPE", lambda form: V4Case(64, 64, "v4_fp8", "head_major", True, True, form=form)),
+    one, two = Form.ONE_LAUNCH, Form.TWO_LAUNCHES
+    cases: tuple[tuple[str, str, Case], ...] = (
+        ("V4.1, 32 of 64 heads, interleaved", "1", V4Case(32, 64, form=one)),
+        ("V4.1, 32 of 64 heads, interleaved", "2", V4Case(32, 64, form=two)),
+        ("V4, 64 of 128 heads, norm, RoPE", "1", V4Case(64, 128, "v4_fp8", "head_major", norm=True, rope=True)),
+        ("DSA query, 16 heads, packed in place", "1", DsaQueryCase(16)),
+        ("DSA norms, RoPE, inserts, top-k", "1", NormRopeCase()),
     )
-    for name, case in cases:
+    for name, launches, case in cases:
         for tokens in (512, 4096, 16384):
-            for form, launches in ((Form.ONE_LAUNCH, "1"), (Form.TWO_LAUNCHES, "2")):
-                call = case(form).build(tokens, "cuda")
-                microseconds = timing.cold(lambda call=call: call.function(**call.arguments)).median_us  # type: ignore[misc]
-                rate = call.moved / microseconds / 1e3
-                table.add_row(
-                    name, f"{tokens:,}", launches, f"{microseconds:,.1f} us", f"{rate:,.0f}", f"{rate / copy:.0%}"
-                )
+            call = case.build(tokens, "cuda")
+            microseconds = timing.cold(lambda call=call: call.function(**call.arguments)).median_us  # type: ignore[misc]
+            rate = call.moved / microseconds / 1e3
+            share = f"{rate / copy:.0%}"
+            table.add_row(name, f"{tokens:,}", launches, f"{microseconds:,.1f} us", f"{rate:,.0f}", share)
     return table
 
 

@@ -255,7 +255,7 @@ def from_e2m1(codes: Tensor) -> Tensor:
 
 def to_ue8m0(scale: Tensor) -> Tensor:
     """float32 powers of two -> UE8M0 bytes (exponent + 127, clamped to 0..255)."""
-    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2**exponent, mantissa in [0.5, 1)
+    exponent = torch.frexp(scale).exponent  # scale = m * 2**exponent, m in [0.5, 1)
     return (exponent + 126).clamp(0, 255).to(torch.uint8)
 
 
@@ -345,7 +345,8 @@ def _scale_slice(data: Tensor, part: Part) -> Tensor:
     rule = part.scale
     assert rule is not None
     count = part.dims // rule.block
-    return data[..., rule.offset : rule.offset + count * rule.bytes].unflatten(-1, (count, rule.bytes))
+    scales: Tensor = data[..., rule.offset : rule.offset + count * rule.bytes].unflatten(-1, (count, rule.bytes))
+    return scales
 
 
 def scales(record: Record, data: Tensor) -> Tensor:
@@ -436,7 +437,9 @@ def cache_view(
     stride = page if block_stride is None else block_stride
     flat = pool.flatten().view(torch.uint8)
     if stride < page:
-        raise ValueError(f"block_stride: expected at least {page} bytes for {block_size} {record.name} records; got {stride}")
+        raise ValueError(
+            f"block_stride: expected at least {page} bytes for {block_size} {record.name} records; got {stride}"
+        )
     if stride % ALIGNMENT:
         raise ValueError(f"block_stride: expected a multiple of {ALIGNMENT} bytes; got {stride}")
     if offset < 0 or (pool.data_ptr() + offset) % ALIGNMENT:
@@ -445,11 +448,7 @@ def cache_view(
     blocks = fits if num_blocks is None else num_blocks
     if blocks > fits or blocks < 0:
         raise ValueError(f"num_blocks: expected 0 to {fits} pages in a pool of {flat.numel()} bytes; got {blocks}")
-    return (
-        flat[offset:]
-        .as_strided((blocks, block_size, record.bytes), (stride, record.bytes, 1))
-        .view(record.dtype)
-    )
+    return flat[offset:].as_strided((blocks, block_size, record.bytes), (stride, record.bytes, 1)).view(record.dtype)
 
 
 def check_cache(name: str, cache: Tensor, record: Record) -> None:
@@ -486,8 +485,10 @@ def _pages(cache: Tensor) -> Tensor:
     """[num_blocks, page bytes] uint8 view of a cache."""
     item = cache.dtype.itemsize
     size = (cache.shape[0], cache.shape[1] * cache.shape[2])
-    return cache.as_strided(size, (cache.stride(0), 1)).view(torch.uint8) if item > 1 else (
-        cache.view(torch.uint8).as_strided(size, (cache.stride(0), 1))
+    return (
+        cache.as_strided(size, (cache.stride(0), 1)).view(torch.uint8)
+        if item > 1
+        else (cache.view(torch.uint8).as_strided(size, (cache.stride(0), 1)))
     )
 
 

@@ -17,7 +17,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any, Literal
 
-from .formats import Record, record as find_record
+from .formats import Record
+from .formats import record as find_record
 from .geometry import Geometry
 
 Layout = Literal["head_major", "chunk_interleaved"]
@@ -42,6 +43,9 @@ class Form(StrEnum):
     ONE_LAUNCH = "one_launch"
     TWO_LAUNCHES = "two_launches"
     KV_ONLY = "kv_only"
+
+
+FORMS = tuple([form.value for form in Form])
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from . import policy
@@ -36,16 +37,19 @@ def candidates(path: str) -> Iterator[LaunchConfig]:
             yield LaunchConfig(row, token, warps)
 
 
-def search(
-    path: str, tokens: int, clock: Callable[[Callable[[], object]], float], device: str
-) -> list[tuple[float, LaunchConfig]]:
-    """Time every candidate of a path (``clock`` gives microseconds), the fastest first."""
+def search(path: str, tokens: int) -> list[tuple[float, LaunchConfig]]:
+    """Time every candidate of a path on the current GPU with a cold L2: (microseconds, candidate), fastest first."""
+    from .bench import timing
+
     call = PATHS[path].build(tokens, "cuda")
-    results = []
-    for config in candidates(path):
-        with policy.assume(Device(device, launch={path: config})):
-            results.append((clock(lambda: call.function(**call.arguments)), config))
-    return sorted(results, key=lambda pair: pair[0])
+
+    def arm(config: LaunchConfig) -> object:
+        with policy.assume(Device("candidate", launch={path: config})):
+            return call.function(**call.arguments)
+
+    tried = {str(config): config for config in candidates(path)}
+    times = timing.cold({name: partial(arm, config) for name, config in tried.items()}, repeats=15)
+    return sorted([(times[name].median_us, config) for name, config in tried.items()], key=lambda pair: pair[0])
 
 
 def save(device: Device, folder: Path) -> Path:

@@ -7,6 +7,8 @@ tensors. On CUDA tensors the op launches Triton kernels; on CPU tensors it runs 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def query_kv_insert(
     query_scale_inv: Tensor | None = None,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
-    form: Form = Form.ONE_LAUNCH,
+    form: str = Form.ONE_LAUNCH,
 ) -> Tensor:
     """Query and KV half of the prologue: ``wq_b``'s output and the KV latent to what attention reads.
 
@@ -88,8 +90,8 @@ def query_kv_insert(
     dtype = query.dtype if query_scale_inv is None else torch.float8_e4m3fn
     padded = heads if padded_heads is None else padded_heads
     out = _output(query, padded, dtype, out)
-    if form not in tuple(Form):
-        raise ValueError(f"form: expected one of {', '.join(Form)}; got {form!r}")
+    if form not in policy.FORMS:
+        raise ValueError(f"form: expected one of {', '.join(policy.FORMS)}; got {form!r}")
     if padded == 0 or form == Form.KV_ONLY:
         _kv_insert(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
     else:
@@ -227,7 +229,7 @@ def _kv_insert_impl(
 ) -> None:
     checks.aligned("kv", kv)
     checks.aligned("cache", cache)
-    arguments = {
+    arguments: dict[str, Any] = {
         "record": RECORDS[record],
         "kv_scale": kv_scale,
         "norm_weight": norm_weight,
@@ -275,7 +277,7 @@ def _query_kv_insert_impl(
     for name, tensor in (("query", query), ("kv", kv), ("cache", cache), ("out", out)):
         checks.aligned(name, tensor)
     in_place = _in_place(query, out, interleaved)
-    arguments = {
+    arguments: dict[str, Any] = {
         "record": RECORDS[record],
         "interleaved": interleaved,
         "norm_eps": norm_eps,
@@ -294,9 +296,9 @@ def _query_kv_insert_impl(
     if two_launches:
         _kv_insert_impl(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
         slots = slots[:0]  # the same kernel, no KV programs: the query half alone
-    kernels.launch_query_kv(
-        query, kv, cache, slots, positions, rope_table, out, **arguments, config=config
-    ).run(query.device)
+    kernels.launch_query_kv(query, kv, cache, slots, positions, rope_table, out, **arguments, config=config).run(
+        query.device
+    )
 
 
 def _in_place(query: Tensor, out: Tensor, interleaved: bool) -> bool:

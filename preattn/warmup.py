@@ -8,6 +8,8 @@ nothing, so one call of each kind is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -87,7 +89,7 @@ def _v4_calls(
     pool = torch.empty(record.page_bytes(block_size) + 16, dtype=torch.uint8, device=device)
     one = torch.zeros(1, dtype=index_dtype, device=device)
     scale = torch.ones(1, device=device)
-    step = {
+    step: dict[str, Any] = {
         "kv": torch.zeros(1, 512, dtype=dtype, device=device),
         "cache": formats.cache_view(pool, record, block_size=block_size, num_blocks=1),
         "slots": one,
@@ -106,14 +108,14 @@ def _v4_calls(
         "layout": layout,
     }
     for form in (Form.ONE_LAUNCH, Form.TWO_LAUNCHES):
-        yield lambda form=form: v4.query_kv_insert(**arguments, form=form)  # type: ignore[misc]
+        yield partial(v4.query_kv_insert, **arguments, form=form)
     if rotates:
         buffer = torch.zeros(1, padded, 512, dtype=dtype, device=device)
         in_place = {**arguments, "query": buffer[:, : geometry.heads], "out": buffer}
-        yield lambda: v4.query_kv_insert(**in_place)
+        yield partial(v4.query_kv_insert, **in_place)
     if name == "fp8":
-        yield lambda: v4.query_kv_insert(**arguments, query_scale_inv=scale)
-    yield lambda: v4.pad_query(query, padded, layout=layout)
+        yield partial(v4.query_kv_insert, **arguments, query_scale_inv=scale)
+    yield partial(v4.pad_query, query, padded, layout=layout)
     for weight_dtype in (dtype, torch.float32):
         weight = torch.zeros(512, dtype=weight_dtype, device=device)
-        yield lambda weight=weight: v4.kv_insert(**step, norm_weight=weight)  # type: ignore[misc]
+        yield partial(v4.kv_insert, **step, norm_weight=weight)

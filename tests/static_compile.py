@@ -68,7 +68,9 @@ def ptxas_report(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     usage = dict(re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text))
     return {name.lower(): int(value) for name, value in usage.items()}
 
@@ -83,7 +85,9 @@ def accesses(ptx: str) -> dict[str, int]:
 
 def report(name: str, launch: Launch, target: str) -> dict[str, object]:
     """Compile one launch for one target."""
-    compiled = triton.compile(source(launch), target=TARGETS[target], options={"num_warps": launch.num_warps, **OPTIONS})
+    compiled = triton.compile(
+        source(launch), target=TARGETS[target], options={"num_warps": launch.num_warps, **OPTIONS}
+    )
     row: dict[str, object] = {"case": name, "kernel": launch.kernel.name, "target": target, "warps": launch.num_warps}
     if "cubin" in compiled.asm:
         row |= ptxas_report(compiled.asm["cubin"]) | {"accesses": accesses(compiled.asm["ptx"])}

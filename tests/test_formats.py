@@ -80,7 +80,9 @@ def test_the_stored_scale_is_the_one_divided_by() -> None:
 def test_nvfp4_layout_and_ties() -> None:
     record = formats.record("v41_nvfp4")
     row = torch.zeros(1, 512)
-    row[0, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0])
+    row[0, :16] = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, -6.0]
+    )
     data = formats.encode(record, row)[0]
     assert data[256] == formats.to_e4m3(torch.tensor(1.0))
     codes = [0, 2, 2, 4, 4, 6, 6, 7]  # 0, 1, 1, 2, 2, 4, 4, 6
@@ -114,7 +116,13 @@ def test_all_ue8m0_and_e4m3_codes() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     finite = codes[(codes & 0x7F) != 0x7F]
     assert torch.equal(formats.to_e4m3(formats.from_e4m3(finite)), finite)
-    assert formats.to_e4m3(torch.tensor([449.0, -1e9, torch.inf, -torch.inf, torch.nan])).tolist() == [0x7E, 0xFE, 0x7F, 0x7F, 0x7F]
+    assert formats.to_e4m3(torch.tensor([449.0, -1e9, torch.inf, -torch.inf, torch.nan])).tolist() == [
+        0x7E,
+        0xFE,
+        0x7F,
+        0x7F,
+        0x7F,
+    ]
 
 
 @pytest.mark.parametrize("record", ALL, ids=IDS)
@@ -145,7 +153,9 @@ def test_decoding_is_within_half_a_step_of_the_code(record: formats.Record, seed
 
 @pytest.mark.parametrize("record", [r for r in ALL if r.parts[0].scale is not None], ids=lambda r: r.name)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_value_that_is_not_finite_reads_back_as_nan_and_stays_in_its_block(record: formats.Record, value: float) -> None:
+def test_a_value_that_is_not_finite_reads_back_as_nan_and_stays_in_its_block(
+    record: formats.Record, value: float
+) -> None:
     part = record.parts[0]
     assert part.scale is not None
     row = torch.randn(1, record.dim, generator=torch.Generator().manual_seed(3))
@@ -196,7 +206,7 @@ def test_cache_view_refuses(arguments: dict[str, int], error: type[Exception], m
 
 
 def test_lookup_errors() -> None:
-    with pytest.raises(ValueError, match="record: expected one of v41_mxfp8.*got 'fp7'"):
+    with pytest.raises(ValueError, match=r"record: expected one of v41_mxfp8.*got 'fp7'"):
         formats.record("fp7")
     with pytest.raises(ValueError, match="dim: expected a positive multiple of 16"):
         formats.record("bf16", 20)

@@ -47,7 +47,7 @@ def test_an_unmeasured_device_says_so() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="geometry: expected a V4 family model; got deepseek-v3.2"):
+    with pytest.raises(ValueError, match=r"geometry: expected a V4 family model; got deepseek-v3\.2"):
         policy.choose(geometry("deepseek-v3.2"), tokens=1)
     with pytest.raises(ValueError, match="tokens: expected at least 0; got -1"):
         policy.choose(V41, tokens=-1)

@@ -10,12 +10,13 @@ import torch
 from preattn import formats, v4
 from preattn.cases.base import Call, as_bytes, poisoned
 from preattn.cases.v4 import V4Case
-from preattn.policy import Form, LaunchConfig, assume
 from preattn.policy import Device as PolicyDevice
+from preattn.policy import Form, LaunchConfig, assume
 from preattn.reference import numerics
 
 MX = V4Case(8, 64)
 HEAD_MAJOR = V4Case(8, 64, record="v4_fp8", layout="head_major", norm=True, rope=True)
+FP8 = V4Case(4, 4, record="fp8", layout="head_major", rope=True, fp8_query=True)
 
 
 def run(call: Call, **changes: Any) -> dict[str, torch.Tensor]:
@@ -42,8 +43,12 @@ def test_both_forms_give_the_same_bits(case: V4Case, device: str, seed: int) -> 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("config", [LaunchConfig(1, 1, 1), LaunchConfig(2, 8, 2), LaunchConfig(16, 2, 8), LaunchConfig(32, 4, 4)])
-@pytest.mark.parametrize("case", [MX, HEAD_MAJOR, V4Case(20, 64, layout="head_major", rope=True, norm=True)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "config", [LaunchConfig(1, 1, 1), LaunchConfig(2, 8, 2), LaunchConfig(16, 2, 8), LaunchConfig(32, 4, 4)]
+)
+@pytest.mark.parametrize(
+    "case", [MX, HEAD_MAJOR, V4Case(20, 64, layout="head_major", rope=True, norm=True)], ids=lambda case: case.name
+)
 def test_a_launch_configuration_never_changes_bits(case: V4Case, config: LaunchConfig, device: str) -> None:
     expected = case.build(5).run("reference")
     every_path = {path: config for path in ("kv", "copy", "rows", "norm_rows", "in_place")}
@@ -227,50 +232,156 @@ def _strided(shape: tuple[int, ...], stride: tuple[int, ...], device: str) -> to
 BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("query", lambda d: None, TypeError, r"query: expected a torch\.Tensor; got NoneType"),
     ("query", lambda d: torch.zeros(4, 8, 512, device=d), TypeError, r"query: expected dtype .*; got torch\.float32"),
-    ("query", lambda d: torch.zeros(4, 8, 256, device=d).bfloat16(), ValueError, r"query: expected shape \[any, any, 512\]; got \[4, 8, 256\]"),
-    ("query", lambda d: torch.zeros(4, 512, device=d).bfloat16(), ValueError, r"query: expected shape .*; got \[4, 512\]"),
-    ("query", lambda d: torch.zeros(4, 65, 512, device=d).bfloat16(), ValueError, "padded_heads: expected 0 or at least the 65 heads of query; got 64"),
-    ("query", lambda d: torch.zeros(4, 0, 512, device=d).bfloat16(), ValueError, "query: expected at least 1 head; got 0"),
+    (
+        "query",
+        lambda d: torch.zeros(4, 8, 256, device=d).bfloat16(),
+        ValueError,
+        r"query: expected shape \[any, any, 512\]; got \[4, 8, 256\]",
+    ),
+    (
+        "query",
+        lambda d: torch.zeros(4, 512, device=d).bfloat16(),
+        ValueError,
+        r"query: expected shape .*; got \[4, 512\]",
+    ),
+    (
+        "query",
+        lambda d: torch.zeros(4, 65, 512, device=d).bfloat16(),
+        ValueError,
+        "padded_heads: expected 0 or at least the 65 heads of query; got 64",
+    ),
+    (
+        "query",
+        lambda d: torch.zeros(4, 0, 512, device=d).bfloat16(),
+        ValueError,
+        "query: expected at least 1 head; got 0",
+    ),
     ("query", lambda d: _strided((4, 8, 512), (8 * 516, 516, 1), d), ValueError, r"query: expected .*strides"),
-    ("query", lambda d: _strided((4, 8, 512), (4100, 512, 1), d), ValueError, r"query: expected strides that are multiples of 8 elements"),
+    (
+        "query",
+        lambda d: _strided((4, 8, 512), (4100, 512, 1), d),
+        ValueError,
+        r"query: expected strides that are multiples of 8 elements",
+    ),
     ("query", lambda d: _strided((4, 8, 512), (8192, 1024, 2), d), ValueError, r"query: expected the last"),
-    ("query", lambda d: torch.zeros(1 + 4 * 8 * 512, device=d).bfloat16()[1:].view(4, 8, 512), ValueError, "query: expected data at a multiple of 16 bytes"),
-    ("query", lambda d: torch.zeros(4, 8, 512, device=d).half(), TypeError, r"kv: expected the query's dtype torch\.float16; got torch\.bfloat16"),
-    ("kv", lambda d: torch.zeros(3, 512, device=d).bfloat16(), ValueError, r"kv: expected shape \[4, 512\]; got \[3, 512\]"),
-    ("kv", lambda d: torch.zeros(4, 512, device="meta").bfloat16(), ValueError, "kv: expected a tensor on .*; got one on meta"),
+    (
+        "query",
+        lambda d: torch.zeros(1 + 4 * 8 * 512, device=d).bfloat16()[1:].view(4, 8, 512),
+        ValueError,
+        "query: expected data at a multiple of 16 bytes",
+    ),
+    (
+        "query",
+        lambda d: torch.zeros(4, 8, 512, device=d).half(),
+        TypeError,
+        r"kv: expected the query's dtype torch\.float16; got torch\.bfloat16",
+    ),
+    (
+        "kv",
+        lambda d: torch.zeros(3, 512, device=d).bfloat16(),
+        ValueError,
+        r"kv: expected shape \[4, 512\]; got \[3, 512\]",
+    ),
+    (
+        "kv",
+        lambda d: torch.zeros(4, 512, device="meta").bfloat16(),
+        ValueError,
+        "kv: expected a tensor on .*; got one on meta",
+    ),
     ("kv", lambda d: _strided((4, 512), (516, 1), d), ValueError, "kv: expected strides"),
     ("cache", lambda d: torch.zeros(2, 64, 528, device=d), TypeError, "cache: expected dtype"),
-    ("cache", lambda d: torch.zeros(2, 64, 584, device=d).byte(), ValueError, r"cache: expected \[num_blocks, block_size, 528\] for v41_mxfp8 records; got \(2, 64, 584\)"),
+    (
+        "cache",
+        lambda d: torch.zeros(2, 64, 584, device=d).byte(),
+        ValueError,
+        r"cache: expected \[num_blocks, block_size, 528\] for v41_mxfp8 records; got \(2, 64, 584\)",
+    ),
     ("cache", lambda d: torch.zeros(2, 64 * 528, device=d).byte(), ValueError, "cache: expected shape"),
-    ("cache", lambda d: torch.zeros(2, 64, 600, device=d).byte()[..., :528], ValueError, "cache: expected contiguous pages"),
-    ("cache", lambda d: torch.zeros(90000, device=d).byte().as_strided((2, 64, 528), (33800, 528, 1)), ValueError, "cache: expected pages at multiples of 16 bytes"),
-    ("cache", lambda d: torch.zeros(90000, device=d).byte().as_strided((2, 64, 528), (33776, 528, 1)), ValueError, "cache: expected pages that do not overlap"),
-    ("slots", lambda d: torch.zeros(5, device=d).long(), ValueError, "slots: expected at most 4 entries, one for each token; got 5"),
+    (
+        "cache",
+        lambda d: torch.zeros(2, 64, 600, device=d).byte()[..., :528],
+        ValueError,
+        "cache: expected contiguous pages",
+    ),
+    (
+        "cache",
+        lambda d: torch.zeros(90000, device=d).byte().as_strided((2, 64, 528), (33800, 528, 1)),
+        ValueError,
+        "cache: expected pages at multiples of 16 bytes",
+    ),
+    (
+        "cache",
+        lambda d: torch.zeros(90000, device=d).byte().as_strided((2, 64, 528), (33776, 528, 1)),
+        ValueError,
+        "cache: expected pages that do not overlap",
+    ),
+    (
+        "slots",
+        lambda d: torch.zeros(5, device=d).long(),
+        ValueError,
+        "slots: expected at most 4 entries, one for each token; got 5",
+    ),
     ("slots", lambda d: torch.zeros(4, device=d), TypeError, "slots: expected dtype"),
     ("slots", lambda d: torch.zeros(4, 2, device=d).long()[:, 0], ValueError, "slots: expected a contiguous tensor"),
     ("positions", lambda d: torch.zeros(3, device=d).long(), ValueError, r"positions: expected shape \[4\]; got \[3\]"),
     ("positions", lambda d: torch.zeros(4, device=d).short(), TypeError, "positions: expected dtype"),
-    ("rope_table", lambda d: torch.zeros(9, 32, device=d), ValueError, r"rope_table: expected shape \[any, 64\]; got \[9, 32\]"),
-    ("rope_table", lambda d: torch.zeros(9, 64, device=d).half(), TypeError, "rope_table: expected dtype torch.float32 or torch.bfloat16; got torch.float16"),
+    (
+        "rope_table",
+        lambda d: torch.zeros(9, 32, device=d),
+        ValueError,
+        r"rope_table: expected shape \[any, 64\]; got \[9, 32\]",
+    ),
+    (
+        "rope_table",
+        lambda d: torch.zeros(9, 64, device=d).half(),
+        TypeError,
+        "rope_table: expected dtype torch.float32 or torch.bfloat16; got torch.float16",
+    ),
     ("record", lambda d: "dsa_fp8", ValueError, "record: expected one of v41_mxfp8, v4_fp8, bf16, fp8; got 'dsa_fp8'"),
     ("record", lambda d: "v4_fp8", ValueError, "cache: expected .* for v4_fp8 records"),
     ("query_rope", lambda d: True, ValueError, "layout: expected head_major with query_rope"),
     ("query_norm_eps", lambda d: 1e-6, ValueError, "layout: expected head_major with query_rope, query_norm_eps"),
     ("query_scale_inv", lambda d: torch.ones(1, device=d), ValueError, "layout: expected head_major with"),
-    ("query_scale_inv", lambda d: 0.5, TypeError, "query_scale_inv: expected a torch.Tensor of one float32 element; got float"),
-    ("kv_scale", lambda d: torch.ones(1, device=d), ValueError, "kv_scale: expected None for v41_mxfp8 records; got a tensor"),
+    (
+        "query_scale_inv",
+        lambda d: 0.5,
+        TypeError,
+        "query_scale_inv: expected a torch.Tensor of one float32 element; got float",
+    ),
+    (
+        "kv_scale",
+        lambda d: torch.ones(1, device=d),
+        ValueError,
+        "kv_scale: expected None for v41_mxfp8 records; got a tensor",
+    ),
     ("layout", lambda d: "heads", ValueError, "layout: expected one of head_major, chunk_interleaved; got 'heads'"),
     ("padded_heads", lambda d: 7, ValueError, "padded_heads: expected 0 or at least the 8 heads of query; got 7"),
     ("padded_heads", lambda d: 64.0, TypeError, "padded_heads: expected an int or None; got float"),
     ("padded_heads", lambda d: 128, ValueError, r"out: expected shape \[4, 128, 512\]; got \[4, 64, 512\]"),
-    ("out", lambda d: torch.zeros(4, 64, 512, device=d), TypeError, r"out: expected dtype torch\.bfloat16; got torch\.float32"),
-    ("out", lambda d: torch.zeros(4, 512, 64, device=d).bfloat16().transpose(1, 2), ValueError, "out: expected the last"),
-    ("form", lambda d: "three_launches", ValueError, "form: expected one of one_launch, two_launches, kv_only; got 'three_launches'"),
+    (
+        "out",
+        lambda d: torch.zeros(4, 64, 512, device=d),
+        TypeError,
+        r"out: expected dtype torch\.bfloat16; got torch\.float32",
+    ),
+    (
+        "out",
+        lambda d: torch.zeros(4, 512, 64, device=d).bfloat16().transpose(1, 2),
+        ValueError,
+        "out: expected the last",
+    ),
+    (
+        "form",
+        lambda d: "three_launches",
+        ValueError,
+        "form: expected one of one_launch, two_launches, kv_only; got 'three_launches'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "error", "message"), BAD, ids=[f"{row[0]}-{i}" for i, row in enumerate(BAD)])
-def test_bad_input_is_named_and_nothing_is_written(name: str, value: Any, error: type[Exception], message: str, device: str) -> None:
+@pytest.mark.parametrize("row", BAD, ids=[f"{row[0]}-{index}" for index, row in enumerate(BAD)])
+def test_bad_input_is_named_and_nothing_is_written(row: tuple[str, Any, type[Exception], str], device: str) -> None:
+    name, value, error, message = row
     call = MX.build(4, device)
     memory = {key: as_bytes(tensor) for key, tensor in call.memory.items()}
     call.arguments[name] = value(device)
@@ -295,7 +406,7 @@ def test_overlap_that_is_not_in_place_is_refused(device: str) -> None:
 # -- torch -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [MX, HEAD_MAJOR, V4Case(4, 4, record="fp8", layout="head_major", rope=True, fp8_query=True)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [MX, HEAD_MAJOR, FP8], ids=lambda case: case.name)
 def test_opcheck(case: V4Case, device: str) -> None:
     a = case.build(5, device).arguments
     arguments = (
@@ -308,9 +419,12 @@ def test_opcheck(case: V4Case, device: str) -> None:
         checks.append("test_schema")
     torch.library.opcheck(torch.ops.preattn.v4_query_kv_insert.default, arguments, test_utils=checks)
     torch.library.opcheck(
-        torch.ops.preattn.v4_kv_insert.default, (*arguments[1:6], a["record"], a["kv_scale"], None, 1e-6), test_utils=checks
+        torch.ops.preattn.v4_kv_insert.default,
+        (*arguments[1:6], a["record"], a["kv_scale"], None, 1e-6),
+        test_utils=checks,
     )
-    torch.library.opcheck(torch.ops.preattn.v4_pad_query.default, (a["query"], torch.empty(5, 64, 512).bfloat16().to(device), True))
+    out = torch.empty(5, 64, 512, dtype=torch.bfloat16, device=device)
+    torch.library.opcheck(torch.ops.preattn.v4_pad_query.default, (a["query"], out, True))
 
 
 @pytest.mark.parametrize("case", [MX, HEAD_MAJOR], ids=lambda case: case.name)

@@ -224,15 +224,15 @@ class Table:
         return [[cell.text(results, line) for _, cell in self.columns] for line in self.lines]
 
 
-def _upstream(case: str, cache: Clock = "cold") -> tuple[tuple[str, Cell], ...]:
-    vllm, two, one = (Source(case, arm, cache) for arm in ("vllm", "two_launches", "preattn"))
-    return (
+def _upstream(case: str, clock: Clock = "cold") -> tuple[tuple[str, Cell], ...]:
+    vllm, two, one = (Source(case, arm, clock) for arm in ("vllm", "two_launches", "preattn"))
+    columns: tuple[tuple[str, Cell], ...] = (
         ("vLLM's op", Time(vllm)),
         ("two launches", Time(two)),
         ("one launch", Time(one)),
         ("vLLM / one launch", Ratio(vllm, one)),
-        ("of copy rate", Share(one)),
     )
+    return (*columns, ("of copy rate", Share(one))) if clock == "cold" else columns
 
 
 def _lines(tokens: Iterable[int], heads: Iterable[tuple[int, int]]) -> tuple[Key, ...]:
@@ -242,13 +242,27 @@ def _lines(tokens: Iterable[int], heads: Iterable[tuple[int, int]]) -> tuple[Key
 _TOKENS = ("tokens", "{tokens:,}")
 _HEADS = ("heads", "{heads} of {padded}")
 _INTERLEAVED = "v4/chunk_interleaved/{heads}of{padded}/v41_mxfp8"
+_ROTATED = "v4/head_major/{heads}of{padded}/v41_mxfp8/rope"
+_NORMED = "v4/head_major/{heads}of{padded}/v4_fp8/norm/rope"
 _STEPS = (512, 1024, 2048, 4096, 8192, 16384)
-_SHARDS = ((8, 64), (16, 64), (24, 64), (32, 64), (40, 64), (48, 64), (64, 128))
+_SHARDS = ((8, 64), (16, 64), (20, 64), (24, 64), (40, 64), (48, 64), (64, 128))
 
 TABLES = (
     Table("upstream", (_TOKENS,), _lines(_STEPS, [(32, 64)]), _upstream(_INTERLEAVED)),
     Table("shards", (_HEADS,), _lines([16384], _SHARDS), _upstream(_INTERLEAVED)),
     Table("graph", (_TOKENS,), _lines((1, 8, 64, 256), [(32, 64)]), _upstream(_INTERLEAVED, "warm")),
+    Table(
+        "rotated",
+        (_TOKENS,),
+        _lines((1024, 4096, 16384), [(32, 64)]),
+        (
+            *_upstream(_ROTATED),
+            ("in place", Time(Source(_ROTATED + "/in_place", "preattn"))),
+            ("vLLM / in place", Ratio(Source(_ROTATED, "vllm"), Source(_ROTATED + "/in_place", "preattn"))),
+        ),
+    ),
+    Table("normed", (_HEADS, _TOKENS), _lines((1024, 4096, 16384), [(16, 64), (64, 128)]), _upstream(_NORMED)),
+    Table("host", (_TOKENS,), _lines([16], [(32, 64)]), _upstream(_INTERLEAVED, "host")),
 )
 """Every table of the README. A new one is a line here and a pair of markers there."""
 

@@ -32,10 +32,10 @@ Clock = Literal["cold", "warm", "host"]
 Arm = Callable[[], Any]
 
 CHECKED_TOKENS = 257
-CLOCKS: dict[Clock, Callable[[Arm], Times]] = {
+CLOCKS: dict[Clock, Callable[[dict[str, Arm]], dict[str, Times]]] = {
     "cold": timing.cold,
     "warm": timing.warm,
-    "host": timing.eager_host,
+    "host": timing.host,
 }
 
 
@@ -123,9 +123,12 @@ def check(case: Case, call: Call, arms: dict[str, Arm], tokens: int) -> None:
             raise CheckFailed(f"{case.name}, {tokens} tokens: the cache that {arm} wrote differs from ours")
         if ours is None or result is None or not result.numel():
             continue
-        difference = (result.view(torch.int16).int() - ours.view(torch.int16).int()).abs_()
-        allowed = 1 if getattr(case, "norm", False) and arm == "vllm" else 0
-        if int(difference.max()) > allowed:
+        if arm == "vllm" and getattr(case, "norm", False):
+            # Another order of the norm's sum: one bf16 step, and where RoPE cancels, its float32 rounding.
+            same = bool(((result - ours).abs_() <= ours.abs() * 2**-7 + 2**-16).all())
+        else:
+            same = torch.equal(result.view(torch.int16), ours.view(torch.int16))
+        if not same:
             raise CheckFailed(f"{case.name}, {tokens} tokens: the query that {arm} wrote differs from ours")
 
 
@@ -142,8 +145,7 @@ def measure(suite: Suite, vllm: peers.Vllm | None, wanted: tuple[str, ...] | Non
             }
             check(case, call, arms, tokens)
             for clock in suite.clocks:
-                for name, arm in arms.items():
-                    times = CLOCKS[clock](arm)
+                for name, times in CLOCKS[clock](arms).items():
                     rate = call.moved / times.median_us / 1e3
                     yield {
                         "suite": suite.name,
@@ -241,4 +243,3 @@ def main(options: Options, report: Callable[[dict[str, Any]], None] = lambda row
         text = f'{{\n  "header": {json.dumps(head, indent=2)},\n  "rows": [\n    {lines}\n  ]\n}}\n'
         (folder / f"{family}.json").write_text(text)
     return folder
-

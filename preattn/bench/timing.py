@@ -1,8 +1,8 @@
 """Times of GPU work: CUDA-graph replays, with a cold or a warm L2, against the copy rate of the same run.
 
 A graph takes the host out of the picture. *Cold*: one call a replay, after a buffer larger than any L2 has
-been overwritten. *Warm*: :data:`WARM_CALLS` calls in a row in one graph. With ``cupti-python`` installed,
-cold times are the kernels' own durations as the GPU recorded them; CUDA events around the replay, the
+been overwritten, all arms taking turns. *Warm*: :data:`WARM_CALLS` calls in a row in one graph. With
+``cupti-python`` installed, cold times are the kernels' own durations as the GPU recorded them; CUDA events around the replay, the
 fallback, add about a microsecond of launch latency to each.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 WARM_CALLS = 20
+WAKE_SECONDS = 0.15
+"""A GPU that idled while the CPU computed a reference runs the first milliseconds about 10% slower."""
 FLUSH_BYTES = 256 << 20
 """Larger than any current L2 (50 MB on an H200, 126 MB on a B200)."""
 
@@ -57,104 +60,110 @@ def capture(function: Callable[[], Any], calls: int = 1) -> tuple[torch.cuda.CUD
     return graph, result
 
 
-def cold(function: Callable[[], Any], repeats: int = 40) -> Times:
-    """One call with nothing of its memory in the L2."""
-    graph, _keep = capture(function)
-    flush = _flush_buffer(torch.cuda.current_device())
-
-    def replay() -> None:
-        flush.fill_(1)
-        graph.replay()
-
-    for _ in range(3):
-        replay()
-    durations = _cupti_durations(replay, repeats)
-    return Times.of(durations if durations is not None else _event_durations(flush, graph, repeats))
+def cold(arms: Mapping[str, Callable[[], Any]], repeats: int = 40) -> dict[str, Times]:
+    """One call of each arm with nothing of its memory in the L2, the arms taking turns."""
+    graphs = {name: capture(function)[0] for name, function in arms.items()}
+    return _together(graphs, repeats, flush=_flush_buffer(torch.cuda.current_device()))
 
 
-def warm(function: Callable[[], Any], repeats: int = 20) -> Times:
-    """One call out of a row of them, launch gaps inside a graph included."""
-    graph, _keep = capture(function, WARM_CALLS)
-    for _ in range(3):
-        graph.replay()
-    return Times.of([t / WARM_CALLS for t in _event_durations(None, graph, repeats)])
+def warm(arms: Mapping[str, Callable[[], Any]], repeats: int = 20) -> dict[str, Times]:
+    """One call of each arm out of a row of them, launch gaps inside a graph included."""
+    graphs = {name: capture(function, WARM_CALLS)[0] for name, function in arms.items()}
+    rows = _together(graphs, repeats, flush=None)
+    return {
+        name: Times(t.median_us / WARM_CALLS, t.p10_us / WARM_CALLS, t.p90_us / WARM_CALLS) for name, t in rows.items()
+    }
 
 
-def eager_host(function: Callable[[], Any], repeats: int = 300) -> Times:
-    """Host time of one eager call, the GPU never waited for (small steps: the queue does not fill)."""
-    for _ in range(20):
-        function()
-    torch.cuda.synchronize()
-    samples = []
-    for index in range(repeats):
-        start = time.perf_counter()
-        function()
-        samples.append((time.perf_counter() - start) * 1e6)
-        if index % 50 == 49:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    return Times.of(samples)
+def _together(graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, flush: torch.Tensor | None) -> dict[str, Times]:
+    """Replay graphs in turns, so that all see the same clocks, after waking the GPU from its idle ones."""
+    deadline = time.perf_counter() + WAKE_SECONDS
+    while time.perf_counter() < deadline:
+        for graph in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    with _kernel_records() as records:
+        for _ in range(repeats):
+            for name, graph in graphs.items():
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if flush is not None:
+                    flush.fill_(1)
+                start.record()
+                graph.replay()
+                end.record()
+                pairs[name].append((start, end))
+        torch.cuda.synchronize()
+    if flush is not None and (spans := _spans_between_fills(records, repeats * len(graphs))) is not None:
+        return {name: Times.of(spans[index :: len(graphs)]) for index, name in enumerate(graphs)}
+    return {name: Times.of([s.elapsed_time(e) * 1e3 for s, e in timed]) for name, timed in pairs.items()}
 
 
-def _event_durations(flush: torch.Tensor | None, graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in pairs:
-        if flush is not None:
-            flush.fill_(1)
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+def host(arms: Mapping[str, Callable[[], Any]], repeats: int = 300) -> dict[str, Times]:
+    """Host time of one eager call of each arm, the GPU never waited for (small steps: the queue does not fill)."""
+    result = {}
+    for name, function in arms.items():
+        for _ in range(20):
+            function()
+        torch.cuda.synchronize()
+        samples = []
+        for index in range(repeats):
+            start = time.perf_counter()
+            function()
+            samples.append((time.perf_counter() - start) * 1e6)
+            if index % 50 == 49:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        result[name] = Times.of(samples)
+    return result
 
 
+@lru_cache
 def timer_name() -> str:
     """What cold times are taken with: ``cupti`` or ``events``."""
     try:
-        import cupti  # noqa: F401
+        from cupti import cupti  # noqa: F401
     except ImportError:
         return "events"
     return "cupti"
 
 
-def _cupti_durations(replay: Callable[[], None], repeats: int) -> list[float] | None:
-    """GPU time from the first to the last kernel of each replay, the flush's left out; None without CUPTI."""
+Span = tuple[int, int, str]
+"""A kernel's start and end in nanoseconds, and its name."""
+
+
+@contextmanager
+def _kernel_records() -> Iterator[list[Span]]:
+    """The kernels that run within the context, once it has ended; none without CUPTI."""
+    spans: list[Span] = []
     if timer_name() == "events":
-        return None
+        yield spans
+        return
     from cupti import cupti
 
-    spans: list[tuple[int, int, int, str]] = []
-
     def completed(activities: Any) -> None:
-        for activity in activities:
-            if activity.kind == cupti.ActivityKind.CONCURRENT_KERNEL:
-                spans.append((activity.start, activity.end, activity.correlation_id, activity.name))
+        spans.extend([(activity.start, activity.end, activity.name) for activity in activities])
 
-    def requested() -> tuple[int, int]:
-        return 8 << 20, 0
-
-    cupti.activity_register_callbacks(requested, completed)
+    cupti.activity_register_callbacks(lambda: (8 << 20, 0), completed)
     cupti.activity_enable(cupti.ActivityKind.CONCURRENT_KERNEL)
     try:
-        for _ in range(repeats):
-            replay()
-        torch.cuda.synchronize()
+        yield spans
         cupti.activity_flush_all(1)
     finally:
         cupti.activity_disable(cupti.ActivityKind.CONCURRENT_KERNEL)
-    return _spans_between_fills(spans, repeats)
 
 
-def _spans_between_fills(spans: list[tuple[int, int, int, str]], repeats: int) -> list[float] | None:
-    groups: list[list[tuple[int, int]]] = []
-    for start, end, _, name in sorted(spans):
+def _spans_between_fills(spans: list[Span], groups: int) -> list[float] | None:
+    """Microseconds from the first to the last kernel after each flush; None where records are missing."""
+    found: list[list[tuple[int, int]]] = []
+    for start, end, name in sorted(spans):
         if "FillFunctor" in name:
-            groups.append([])
-        elif groups:
-            groups[-1].append((start, end))
-    if len(groups) != repeats or not all(groups):
-        return None  # records were lost: events are the honest fallback
-    return [(max(end for _, end in group) - group[0][0]) / 1e3 for group in groups]
+            found.append([])
+        elif found:
+            found[-1].append((start, end))
+    if len(found) != groups or not all(found):
+        return None  # events are the honest fallback
+    return [(max(end for _, end in group) - group[0][0]) / 1e3 for group in found]
 
 
 def _eager(function: Callable[[], Any], repeats: int = 30) -> float:
@@ -166,7 +175,7 @@ def _eager(function: Callable[[], Any], repeats: int = 30) -> float:
         function()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median([start.elapsed_time(end) * 1e3 for start, end in pairs])
+    return Times.of([start.elapsed_time(end) * 1e3 for start, end in pairs]).median_us
 
 
 @lru_cache

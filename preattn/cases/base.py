@@ -107,9 +107,7 @@ def pool_and_slots(
     blocks = max(1, -(-tokens // block_size)) + 1
     stride = -(-record.page_bytes(block_size) // 16) * 16 + page_padding
     pool = torch.full((256 + blocks * stride,), CANARY, dtype=torch.uint8, device=device)
-    cache = formats.cache_view(
-        pool, record, block_size=block_size, num_blocks=blocks, block_stride=stride, offset=256
-    )
+    cache = formats.cache_view(pool, record, block_size=block_size, num_blocks=blocks, block_stride=stride, offset=256)
     generator = torch.Generator().manual_seed(seed)
     capacity = blocks * block_size
     slots = torch.randperm(capacity, generator=generator)[:tokens]

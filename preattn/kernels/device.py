@@ -58,7 +58,7 @@ def to_bf16(x):
 @triton.jit
 def to_activation(x, DTYPE: tl.constexpr):
     """float32 -> bf16 or fp16, nearest even; a NaN becomes 0x7FFF."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         return to_bf16(x)
     else:
         bits = tl.where(x != x, 0x7FFF, x.to(DTYPE).to(tl.int16, bitcast=True)).to(tl.int16)

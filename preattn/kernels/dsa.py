@@ -27,6 +27,7 @@ from ..formats import Record
 from ..policy import LaunchConfig
 from ..reference.numerics import Pairing
 from .device import (
+    INTERPRETED,
     finite_abs,
     fma,
     index_rotate,
@@ -44,15 +45,9 @@ from .launch import Kernel, Launch
 
 # Strides reach the kernels in units of 16 bytes: the compiler then knows that every row starts on one.
 # No scalar selects a variant by its value, nor does the alignment of what engines slice freely.
-QUERY_SCALARS = (
-    "index_programs rows index_rows stride_pe stride_pe_head stride_latent stride_latent_head stride_out "
-    "stride_out_pe stride_index stride_weights softmax_scale head_scale"
-).split()
-NORM_SCALARS = (
-    "tokens stored_tokens index_tokens stride_q stride_q_out stride_kv stride_pe stride_kv_out stride_pe_out "
-    "stride_block capacity stride_index stride_index_block index_capacity stride_top_k q_eps kv_eps index_eps"
-).split()
-ABSORB_SCALARS = "tokens stride_q stride_q_head stride_w_head stride_w stride_out".split()
+QUERY_SCALARS = ["index_programs", "rows", "index_rows", "stride_pe", "stride_pe_head", "stride_latent", "stride_latent_head", "stride_out", "stride_out_pe", "stride_index", "stride_weights", "softmax_scale", "head_scale"]
+NORM_SCALARS = ["tokens", "stored_tokens", "index_tokens", "stride_q", "stride_q_out", "stride_kv", "stride_pe", "stride_kv_out", "stride_pe_out", "stride_block", "capacity", "stride_index", "stride_index_block", "index_capacity", "stride_top_k", "q_eps", "kv_eps", "index_eps"]
+ABSORB_SCALARS = ["tokens", "stride_q", "stride_q_head", "stride_w_head", "stride_w", "stride_out"]
 UNALIGNED = ["slots", "index_slots", "positions", "query_scale", "kv_scale", "index_weights"]
 
 LATENT_DIM = 512
@@ -790,6 +785,15 @@ def _dsa_norm_rope_kernel(
 # -- absorb ---------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _dot(a, b, total):
+    """``total + a @ b`` of bf16 operands. The interpreter would multiply their bits."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total)
+
+
 @triton.jit(do_not_specialize=ABSORB_SCALARS, do_not_specialize_on_alignment=UNALIGNED)
 def _dsa_absorb_kernel(
     q_nope,
@@ -822,7 +826,7 @@ def _dsa_absorb_kernel(
     b = w_uk + head * (stride_w_head * 8) + (depth.to(tl.int64) * (stride_w * 8))[:, None] + column[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in tl.range(0, NOPE, DEPTH, num_stages=STAGES):
-        total = tl.dot(tl.load(a, mask=live, other=0.0), tl.load(b), total)
+        total = _dot(tl.load(a, mask=live, other=0.0), tl.load(b), total)
         a += DEPTH
         b += DEPTH * (stride_w * 8)
     scale = tl.load(query_scale)
@@ -1042,12 +1046,12 @@ def launch_norm_rope(
 def launch_absorb(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor, out: Tensor, *, config: LaunchConfig) -> Launch:
     """e4m3 of ``bf16(q_nope @ w_uk) / query_scale`` into the front of ``out``: ``config.rows`` tokens a program."""
     tokens, heads, nope = q_nope.shape
-    columns = config.tokens
+    rows, columns = max(config.rows, 16), max(config.tokens, 16)  # the least a matrix instruction takes
     return Launch(
         absorb,
-        triton.cdiv(tokens, config.rows) * heads * (LATENT_DIM // columns),
+        triton.cdiv(tokens, rows) * heads * (LATENT_DIM // columns),
         (q_nope, w_uk, query_scale, out),
         (tokens, _units(q_nope), _units(q_nope, 1), _units(w_uk), _units(w_uk, 1), _units(out)),
-        (heads, nope, out.shape[2], config.rows, columns, 64, 3),
+        (heads, nope, out.shape[2], rows, columns, 64, 3),
         config.num_warps,
     )

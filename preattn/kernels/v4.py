@@ -33,9 +33,18 @@ from .launch import Kernel, Launch
 
 # Strides reach the kernels in units of 16 bytes: the compiler then knows that every row starts on one.
 # No scalar selects a variant by its value, nor does the alignment of what engines slice freely.
-SCALARS = (
-    "tokens stored_tokens kv_programs stride_query stride_head stride_out stride_kv stride_block capacity norm_eps"
-).split()
+SCALARS = [
+    "tokens",
+    "stored_tokens",
+    "kv_programs",
+    "stride_query",
+    "stride_head",
+    "stride_out",
+    "stride_kv",
+    "stride_block",
+    "capacity",
+    "norm_eps",
+]
 UNALIGNED = ["slots", "positions", "rope_table", "kv_scale", "query_scale_inv"]
 
 

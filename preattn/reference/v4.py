@@ -22,9 +22,7 @@ def pad_query(query: Tensor, out: Tensor, *, interleaved: bool) -> None:
         out[:, :heads], out[:, heads:] = query, 0
 
 
-def query_rows(
-    query: Tensor, positions: Tensor, rope_table: Tensor, *, norm_eps: float | None, rope: bool
-) -> Tensor:
+def query_rows(query: Tensor, positions: Tensor, rope_table: Tensor, *, norm_eps: float | None, rope: bool) -> Tensor:
     """Head norm and RoPE of [T, H, 512], each only where asked for; float32, not rounded."""
     x = query.float() if norm_eps is None else numerics.rms_norm(query, norm_eps)
     if rope:
