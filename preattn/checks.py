@@ -33,11 +33,15 @@ def tensor(
         raise TypeError(f"{name}: expected a torch.Tensor; got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}; got {value.dtype}")
-    if value.dim() != len(shape) or any(
-        [want is not None and want != have for want, have in zip(shape, value.shape, strict=True)]
-    ):
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name}: expected shape [{wanted}]; got {list(value.shape)}")
+    sizes = value.shape
+    fits = len(sizes) == len(shape)
+    if fits:
+        for want, have in zip(shape, sizes, strict=True):
+            if want is not None and want != have:
+                fits = False
+    if not fits:
+        wanted = ", ".join(["any" if want is None else str(want) for want in shape])
+        raise ValueError(f"{name}: expected shape [{wanted}]; got {list(sizes)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
 
@@ -54,16 +58,18 @@ def rows(name: str, value: Tensor, *, inner: int = 1) -> None:
     Raises:
         ValueError: strides do not fit.
     """
+    sizes, strides = value.shape, value.stride()
+    outer = len(sizes) - inner
     expected = 1
-    for dim in range(value.dim() - 1, value.dim() - 1 - inner, -1):
-        if value.shape[dim] > 1 and value.stride(dim) != expected:
-            raise ValueError(f"{name}: expected the last {inner} dim(s) contiguous; got strides {value.stride()}")
-        expected *= value.shape[dim]
-    unit = 16 // value.element_size()
-    for dim in range(value.dim() - inner):
-        if value.shape[dim] > 1 and (value.stride(dim) % unit or value.stride(dim) < 0):
+    for dim in range(len(sizes) - 1, outer - 1, -1):
+        if strides[dim] != expected and sizes[dim] > 1:
+            raise ValueError(f"{name}: expected the last {inner} dim(s) contiguous; got strides {strides}")
+        expected *= sizes[dim]
+    unit = 16 // value.dtype.itemsize
+    for dim in range(outer):
+        if (strides[dim] % unit or strides[dim] < 0) and sizes[dim] > 1:
             raise ValueError(
-                f"{name}: expected strides that are multiples of {unit} elements (16 bytes); got {value.stride()}"
+                f"{name}: expected strides that are multiples of {unit} elements (16 bytes); got {strides}"
             )
 
 
@@ -73,17 +79,18 @@ def aligned(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: expected data at a multiple of 16 bytes; got address {value.data_ptr():#x}")
 
 
-def _span(value: Tensor) -> tuple[int, int]:
-    last = sum([(size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)])
-    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
+def _end(value: Tensor) -> int:
+    last = 0
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        last += (size - 1) * stride
+    return value.data_ptr() + (last + 1) * value.dtype.itemsize
 
 
 def disjoint(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Check that two tensors' address ranges do not meet (reads pointers: not for tracing)."""
     if not value.numel() or not other.numel():
         return
-    (start, end), (other_start, other_end) = _span(value), _span(other)
-    if start < other_end and other_start < end:
+    if value.data_ptr() < _end(other) and other.data_ptr() < _end(value):
         raise ValueError(f"{name}: expected memory apart from {other_name}; got {name} overlapping it")
 
 

@@ -11,7 +11,7 @@ tensors. On CUDA tensors the op launches Triton kernels; on CPU tensors it runs 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -82,14 +82,14 @@ def query(
             [T, H, 192] fits); [T, H, 0] for a layer without RoPE.
         latent: the absorbed query [T, H, 512] bf16, strided as freely (a transposed ``bmm`` fits). Where it
             is ``out[:, :H, :512]``, or None, the front of ``out`` holds it already: nothing is copied, and the
-            heads past H are not touched, for their buffer holds zeros already.
+            heads past H are not touched, for their buffer holds zeros already. With ``query_scale`` it may
+            be e4m3: cast already, as :func:`absorb_query` leaves it.
         positions: [T] int32 or int64, below the length of the tables.
         rope_table: [max_position, 64] float32 or bf16: 32 cosines, 32 sines. None without RoPE.
         form: ``packed`` is one [T, P, 576] (without RoPE [T, P, 512]) tensor; ``pair`` is the latent and a
             new [T, H, 64] tensor.
         padded_heads: packed only: P >= H heads of the result, those past H being +0.0. None: H.
         query_scale: one positive float32 from 2**-64 to 2**64; the main query is then e4m3 of ``value / scale``.
-            A ``latent`` in place is e4m3 by then (see :func:`absorb_query`).
         rope_output: order of the rotated dims. Pairs are read interleaved in either case; Hugging Face's models
             write them half-split, with keys to match.
         index_query: [T, index heads, 128] bf16, heads and dims contiguous, or None for a layer without indexer.
@@ -103,7 +103,7 @@ def query(
             at multiples of 16 bytes.
 
     Returns:
-        The result's tensors; the pair's latent is ``latent`` itself unless it had to be cast.
+        The result's tensors; the pair's latent is ``latent`` itself unless it has to be cast.
 
     Non-finite values: see ``docs/formats.md``, "NaN and Inf".
 
@@ -124,7 +124,7 @@ def query(
     _check_choice("rope_output", rope_output, get_args(Pairing))
     dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
     if latent is not None:
-        dtypes = (torch.bfloat16,) if out is None else (torch.bfloat16, dtype)
+        dtypes = (torch.bfloat16,) if query_scale is None else (torch.bfloat16, dtype)
         checks.tensor("latent", latent, dtypes, (tokens, heads, LATENT_DIM), device)
         checks.rows("latent", latent)
     index_table = _check_index_query(
@@ -149,10 +149,10 @@ def query(
         if latent is None:
             raise ValueError("latent: expected a tensor for the pair; got None")
         out_pe = q_pe.new_empty((tokens, heads, rope_dim), dtype=dtype)
-        if query_scale is not None:
-            out = q_pe.new_empty((tokens, heads, LATENT_DIM), dtype=dtype)
-        else:
+        if latent.dtype == dtype:
             moved = None
+        else:
+            out = q_pe.new_empty((tokens, heads, LATENT_DIM), dtype=dtype)
     index_out = weights_out = None
     if index_query is not None:
         index_out = q_pe.new_empty(index_query.shape, dtype=torch.float8_e4m3fn)
@@ -211,7 +211,9 @@ def absorb_query(
     tokens, heads, nope = q_nope.shape
     checks.rows("q_nope", q_nope)
     if heads < 1 or nope < 64 or nope % 64:
-        raise ValueError(f"q_nope: expected at least 1 head of a positive multiple of 64 dims; got {list(q_nope.shape)}")
+        raise ValueError(
+            f"q_nope: expected at least 1 head of a positive multiple of 64 dims; got {list(q_nope.shape)}"
+        )
     checks.tensor("w_uk", w_uk, (torch.bfloat16,), (heads, nope, LATENT_DIM), q_nope.device)
     checks.rows("w_uk", w_uk)
     if query_scale is not None:
@@ -595,7 +597,7 @@ def _query_impl(
         index_out,
         weights_out,
     )
-    options = {
+    options: dict[str, Any] = {
         "rope_output": rope_output,
         "index_pairing": index_pairing,
         "softmax_scale": softmax_scale,
@@ -612,16 +614,15 @@ def _query_impl(
 
 
 def _in_place(latent: Tensor, out: Tensor) -> bool:
-    """Whether ``latent`` is the front of ``out``; any other overlap, or a latent cast already, is an error."""
+    """Whether ``latent`` is the front of ``out``; any other overlap is an error."""
     tokens, heads, _ = latent.shape
     if not latent.numel():
         return True
-    if latent.data_ptr() == out.data_ptr() and latent.dtype == out.dtype:
-        if (tokens == 1 or latent.stride(0) == out.stride(0)) and (heads == 1 or latent.stride(1) == out.stride(1)):
-            return True
+    same_rows = tokens == 1 or latent.stride(0) == out.stride(0)
+    same_heads = heads == 1 or latent.stride(1) == out.stride(1)
+    if latent.data_ptr() == out.data_ptr() and latent.dtype == out.dtype and same_rows and same_heads:
+        return True
     checks.disjoint("out", out, "latent", latent)
-    if latent.dtype != torch.bfloat16:
-        raise TypeError(f"latent: expected dtype torch.bfloat16 unless it is the front of out; got {latent.dtype}")
     return False
 
 
@@ -712,7 +713,7 @@ def _norm_rope_insert_impl(
         kv_out,
         k_pe_out,
     )
-    options = {
+    options: dict[str, Any] = {
         "record": _record(record, k_pe.shape[-1]),
         "index_record": formats.record(index_record),
         "q_eps": q_eps,

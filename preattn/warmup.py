@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import formats, v4
+from . import dsa, formats, v4
 from .dispatch import INTERPRETED, hold
 from .geometry import Geometry
 from .policy import Form, Layout
@@ -30,7 +30,7 @@ def warmup(
     padded_heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     index_dtype: torch.dtype = torch.int64,
-    table_dtype: torch.dtype = torch.float32,
+    table_dtype: torch.dtype | None = None,
     device: torch.device | str = "cuda",
     progress: Progress | None = None,
 ) -> int:
@@ -42,7 +42,9 @@ def warmup(
         block_size: tokens a page.
         layout: query layout (V4 family); chunk-interleaved for models whose attention rotates, when None.
         padded_heads: heads that attention reads; the geometry's when None.
-        dtype, index_dtype, table_dtype: of activations, of slots and positions, of the RoPE table.
+        dtype: of activations (DSA: bf16).
+        index_dtype: of slots and positions.
+        table_dtype: of the RoPE table; what engines hand over when None (V4: float32, DSA: bf16).
         device: where it will run.
         progress: called with (done, total) after each variant.
 
@@ -57,10 +59,14 @@ def warmup(
         return 0  # the reference compiles nothing
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    padded = geometry.padded_heads if padded_heads is None else padded_heads
     with hold() as launches:
-        for call in _v4_calls(
-            geometry, record, block_size, layout, padded_heads, dtype, index_dtype, table_dtype, device
-        ):
+        if geometry.family == "v4":
+            table = table_dtype or torch.float32
+            calls = _v4_calls(geometry, record, block_size, layout, padded, dtype, index_dtype, table, device)
+        else:
+            calls = _dsa_calls(geometry, record, block_size, padded, index_dtype, table_dtype or torch.bfloat16, device)
+        for call in calls:
             call()
     compiled = 0
     for done, launch in enumerate(launches, 1):
@@ -75,7 +81,7 @@ def _v4_calls(
     record_name: str | None,
     block_size: int,
     layout: Layout | None,
-    padded_heads: int | None,
+    padded: int,
     dtype: torch.dtype,
     index_dtype: torch.dtype,
     table_dtype: torch.dtype,
@@ -83,7 +89,6 @@ def _v4_calls(
 ) -> Iterator[Callable[[], object]]:
     name = record_name or geometry.records.window[0]
     record = formats.record(name, 512)
-    padded = geometry.padded_heads if padded_heads is None else padded_heads
     layout = layout or ("head_major" if geometry.query_norm else "chunk_interleaved")
     rotates = layout == "head_major"
     pool = torch.empty(record.page_bytes(block_size) + 16, dtype=torch.uint8, device=device)
@@ -119,3 +124,82 @@ def _v4_calls(
     for weight_dtype in (dtype, torch.float32):
         weight = torch.zeros(512, dtype=weight_dtype, device=device)
         yield partial(v4.kv_insert, **step, norm_weight=weight)
+
+
+def _dsa_calls(
+    geometry: Geometry,
+    record_name: str | None,
+    block_size: int,
+    padded: int,
+    index_dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Callable[[], object]]:
+    """Steps with and without slots, layers with and without an indexer, every form of the query."""
+    heads, rope_dim, rank = geometry.heads, geometry.rope.dim, geometry.q_rank
+    name = record_name or geometry.records.latent[0]
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def cache(record: formats.Record) -> torch.Tensor:
+        pool = zeros(record.page_bytes(block_size) + 16, dtype=torch.uint8)
+        return formats.cache_view(pool, record, block_size=block_size, num_blocks=1)
+
+    one, scale = zeros(1, dtype=index_dtype), torch.ones(1, device=device)
+    table = zeros(1, 64, dtype=table_dtype)
+    step = {"positions": one, "rope_table": table if rope_dim else None}
+    indexer = geometry.indexer
+    index_steps: list[dict[str, Any]] = [{}]
+    index_queries: list[dict[str, Any]] = [{}]
+    if indexer is not None and indexer.heads and indexer.dim and indexer.rope is not None:
+        shared = {"index_pairing": indexer.rope.style, "index_rope_table": table}
+        index_steps[:0] = [
+            {
+                **shared,
+                "index_key": zeros(1, indexer.dim),
+                "index_weight": zeros(indexer.dim, dtype=torch.float32),
+                "index_bias": zeros(indexer.dim, dtype=torch.float32),
+                "index_cache": cache(formats.record("index_fp8")),
+                "top_k": zeros(1, indexer.top_k or 2048, dtype=torch.int32),
+            }
+        ]
+        index_queries[:0] = [
+            {
+                **shared,
+                "index_query": zeros(1, indexer.heads, indexer.dim),
+                "index_weights": zeros(1, indexer.heads, dtype=torch.float32),
+            }
+        ]
+
+    norms: dict[str, Any] = {
+        **step,
+        "q_latent": zeros(1, rank),
+        "kv_latent": zeros(1, 512),
+        "k_pe": zeros(1, rope_dim),
+        "record": name,
+        "q_weight": zeros(rank),
+        "kv_weight": zeros(512),
+        "kv_scale": scale if name == "fp8" else None,
+    }
+    kv_cache = cache(formats.record(name, 512 + rope_dim))
+    for index in index_steps:
+        for stored in ({"cache": kv_cache, "slots": one}, {"cache": None, "slots": None}):
+            caches = index if stored["slots"] is not None else {**index, "index_cache": None}
+            for return_kv in (False, True):
+                yield partial(dsa.norm_rope_insert, **norms, **stored, **caches, return_kv=return_kv)
+
+    q_pe, latent = zeros(1, heads, rope_dim), zeros(1, heads, 512)
+    for index in index_queries:
+        main = {**step, **index, "q_pe": q_pe}
+        for query_scale in (None, scale) if name == "fp8" else (None,):
+            dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
+            packed = zeros(1, padded, 512 + rope_dim, dtype=dtype)
+            yield partial(dsa.query, **main, latent=None, out=packed, padded_heads=padded, query_scale=query_scale)
+            yield partial(dsa.query, **main, latent=latent, padded_heads=padded, query_scale=query_scale)
+            yield partial(dsa.query, **main, latent=latent, query_scale=query_scale)
+            yield partial(dsa.query, **main, latent=latent, form="pair", query_scale=query_scale)
+    if name == "fp8":
+        q_nope, w_uk = zeros(1, heads, geometry.nope_dim), zeros(heads, geometry.nope_dim, 512)
+        out = zeros(1, padded, 512 + rope_dim, dtype=torch.float8_e4m3fn)
+        yield partial(dsa.absorb_query, q_nope, w_uk, query_scale=scale, out=out)

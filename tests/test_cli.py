@@ -59,7 +59,7 @@ def damage(folder: Path) -> None:
 # -- check --------------------------------------------------------------------------------------------------------
 
 
-def test_check_prints_a_line_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_prints_a_line_for_every_case() -> None:
     result = run("check", "--family", "v4", "--backend", "reference")
     assert result.exit_code == 0, result.output
     _machine, *lines, summary = result.stdout.splitlines()
@@ -261,4 +261,4 @@ def test_help_lists_the_verbs() -> None:
     result = shell("--help")
     assert result.returncode == 0
     assert all(verb in result.stdout for verb in ("demo", "check", "bench", "explain", "warmup", "inspect"))
-    assert shell("nonsense").returncode == 2
+    assert run("nonsense").exit_code == 2

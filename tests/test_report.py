@@ -32,7 +32,7 @@ TABLE = Table(
     "example",
     (("tokens", "{tokens:,}"), ("heads", "{heads}")),
     ({"tokens": 1024, "heads": 8}, {"tokens": 2048, "heads": 8}),
-    (("old", Time(OLD)), ("one", Time(ONE)), ("ratio", Ratio(OLD, ONE)), ("copy", Share(ONE))),
+    (("old", Time(OLD)), ("one", Time(ONE)), ("ratio", Ratio((OLD,), ONE)), ("copy", Share(ONE))),
 )
 README = "before\n<!-- results:example -->\nold text\n<!-- /results -->\nafter\n"
 
@@ -194,10 +194,24 @@ def test_tables_ask_for_cases_that_are_measured() -> None:
         for clock in suite.clocks
     }
     for table in TABLES:
-        sources = {source for _, cell in table.columns for source in vars(cell).values() if isinstance(source, Source)}
-        for source in sources:
+        for source in sources(table):
             for line in table.lines:
                 assert (source.case.format(**line), line["tokens"], source.cache) in measured, (table.name, line)
+
+
+def sources(table: Table) -> set[Source]:
+    found = set()
+    for _, cell in table.columns:
+        for value in vars(cell).values():
+            found |= set(value) if isinstance(value, tuple) else {value}
+    return found
+
+
+def test_a_ratio_is_to_the_fastest(tmp_path: Path) -> None:
+    results = report.read(write(tmp_path, [row("old", 1024, 90.0), row("older", 1024, 60.0), row("one", 1024, 20.0)]))
+    key = {"tokens": 1024, "heads": 8}
+    assert Ratio((OLD, Source("case/{heads}", "older")), ONE).text(results, key) == "**3.00×**"
+    assert Ratio((Source("case/{heads}", "none"),), ONE).text(results, key) is None
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

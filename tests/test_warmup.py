@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from preattn import formats, v4
+from preattn.cases.dsa import DsaQueryCase, NormRopeCase
 from preattn.geometry import geometry
 from preattn.kernels import launch
 from preattn.warmup import warmup
@@ -56,3 +57,18 @@ def test_what_was_not_warmed_is_noticed(device: str) -> None:
     compiled = launch.compilations()
     _calls("deepseek-v4-flash", 4, "bf16", 1, device)
     assert launch.compilations() == compiled + 1
+
+
+@pytest.mark.parametrize(("name", "tp", "record"), [("deepseek-v3.2", 8, "dsa_fp8"), ("glm-5", 8, "fp8")])
+def test_no_dsa_call_compiles_after_warmup(name: str, tp: int, record: str, device: str) -> None:
+    shard = geometry(name).shard(tp)
+    indexer = shard.indexer
+    assert indexer is not None and indexer.heads is not None and indexer.rope is not None
+    warmup(shard, record, device=device)
+    compiled = launch.compilations()
+    query = DsaQueryCase(shard.heads, index_heads=indexer.heads, index_pairing=indexer.rope.style, padded_heads=64)
+    norm = NormRopeCase(rank=shard.q_rank, record=record, index_pairing=indexer.rope.style)
+    for tokens in TOKENS if device == "cuda" else (1, 3):
+        for case in (query, norm):
+            case.build(tokens, device).run()
+    assert launch.compilations() == compiled

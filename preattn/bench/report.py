@@ -145,8 +145,8 @@ def read_all(folder: Path) -> dict[str, list[Results]]:
 # -- tables --------------------------------------------------------------------------------------------------
 
 
-Key = Mapping[str, int]
-"""What distinguishes a line of a table: ``tokens``, and whatever the case's name needs."""
+Key = Mapping[str, Any]
+"""What distinguishes a line of a table: ``tokens``, and whatever the case's name and the key columns need."""
 
 
 @dataclass(frozen=True)
@@ -184,15 +184,16 @@ class Time:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times ``fast`` fits into ``slow``."""
+    """How many times ``fast`` fits into the fastest of ``slow``."""
 
-    slow: Source
+    slow: tuple[Source, ...]
     fast: Source
 
     def text(self, results: Results, key: Key) -> str | None:
         """See :class:`Cell`."""
-        slow, fast = self.slow.find(results, key), self.fast.find(results, key)
-        return None if slow is None or fast is None else f"**{slow.median_us / fast.median_us:.2f}×**"
+        slow = [row.median_us for source in self.slow if (row := source.find(results, key))]
+        fast = self.fast.find(results, key)
+        return None if not slow or fast is None else f"**{min(slow) / fast.median_us:.2f}×**"
 
 
 @dataclass(frozen=True)
@@ -224,45 +225,99 @@ class Table:
         return [[cell.text(results, line) for _, cell in self.columns] for line in self.lines]
 
 
-def _upstream(case: str, clock: Clock = "cold") -> tuple[tuple[str, Cell], ...]:
-    vllm, two, one = (Source(case, arm, clock) for arm in ("vllm", "two_launches", "preattn"))
-    columns: tuple[tuple[str, Cell], ...] = (
-        ("vLLM's op", Time(vllm)),
-        ("two launches", Time(two)),
-        ("one launch", Time(one)),
-        ("vLLM / one launch", Ratio(vllm, one)),
+Columns = tuple[tuple[str, Cell], ...]
+
+
+def _against(case: str, arms: Mapping[str, str], clock: Clock = "cold", ours: str = "one launch") -> Columns:
+    """Times of arms (by title) and of ours, how many times ours fits into the fastest, our share of the copy rate.
+
+    The share is left out where it says nothing: small steps in a warm L2, and host times.
+    """
+    others = {title: Source(case, arm, clock) for title, arm in arms.items()}
+    our = Source(case, "preattn", clock)
+    times = {title: Time(source) for title, source in (others | {ours: our}).items()}
+    engines = tuple(source for source in others.values() if source.arm in ("vllm", "vllm_pdl")) or tuple(
+        others.values()
     )
-    return (*columns, ("of copy rate", Share(one))) if clock == "cold" else columns
+    columns: Columns = (*times.items(), (f"{next(iter(arms))} / {ours}", Ratio(engines, our)))
+    return (*columns, ("of copy rate", Share(our))) if clock == "cold" else columns
 
 
-def _lines(tokens: Iterable[int], heads: Iterable[tuple[int, int]]) -> tuple[Key, ...]:
-    return tuple({"tokens": count, "heads": live, "padded": padded} for live, padded in heads for count in tokens)
+def _lines(tokens: Iterable[int], heads: Iterable[tuple[int, int]] = ((0, 0),), **more: str) -> tuple[Key, ...]:
+    return tuple(
+        {"tokens": count, "heads": live, "padded": padded, **more} for live, padded in heads for count in tokens
+    )
 
 
 _TOKENS = ("tokens", "{tokens:,}")
 _HEADS = ("heads", "{heads} of {padded}")
+_ALL_HEADS = ("heads", "{heads}")
+_SMALL = (1, 8, 64, 256)
+
+_PADDED = {"vLLM": "vllm", "two launches": "two_launches"}
 _INTERLEAVED = "v4/chunk_interleaved/{heads}of{padded}/v41_mxfp8"
 _ROTATED = "v4/head_major/{heads}of{padded}/v41_mxfp8/rope"
+_IN_PLACE = Source(_ROTATED + "/in_place", "preattn")
 _NORMED = "v4/head_major/{heads}of{padded}/v4_fp8/norm/rope"
-_STEPS = (512, 1024, 2048, 4096, 8192, 16384)
+_V4_STEPS = (512, 1024, 2048, 4096, 8192, 16384)
 _SHARDS = ((8, 64), (16, 64), (20, 64), (24, 64), (40, 64), (48, 64), (64, 128))
 
+_PDL = {"vLLM": "vllm", "vLLM, PDL on": "vllm_pdl"}
+_QUERY = "dsa_query/packed/{heads}of{heads}/32_half_split/in_place"
+_FP8_QUERY = "dsa_query/packed/{heads}of{heads}/32_half_split/transposed/fp8_query"
+_ABSORBED = "dsa_absorb/{heads}of{heads}/128/fp8_query"
+_NORMS = "dsa_norm_rope/2048/dsa_fp8/index_fp8_half_split"
+_CAT = Source(_QUERY, "vllm_cat")
+
 TABLES = (
-    Table("upstream", (_TOKENS,), _lines(_STEPS, [(32, 64)]), _upstream(_INTERLEAVED)),
-    Table("shards", (_HEADS,), _lines([16384], _SHARDS), _upstream(_INTERLEAVED)),
-    Table("graph", (_TOKENS,), _lines((1, 8, 64, 256), [(32, 64)]), _upstream(_INTERLEAVED, "warm")),
+    Table("upstream", (_TOKENS,), _lines(_V4_STEPS, [(32, 64)]), _against(_INTERLEAVED, _PADDED)),
+    Table("shards", (_HEADS,), _lines([16384], _SHARDS), _against(_INTERLEAVED, _PADDED)),
+    Table("graph", (_TOKENS,), _lines(_SMALL, [(32, 64)]), _against(_INTERLEAVED, _PADDED, "warm")),
     Table(
         "rotated",
         (_TOKENS,),
         _lines((1024, 4096, 16384), [(32, 64)]),
         (
-            *_upstream(_ROTATED),
-            ("in place", Time(Source(_ROTATED + "/in_place", "preattn"))),
-            ("vLLM / in place", Ratio(Source(_ROTATED, "vllm"), Source(_ROTATED + "/in_place", "preattn"))),
+            *_against(_ROTATED, _PADDED),
+            ("in place", Time(_IN_PLACE)),
+            ("vLLM / in place", Ratio((Source(_ROTATED, "vllm"),), _IN_PLACE)),
         ),
     ),
-    Table("normed", (_HEADS, _TOKENS), _lines((1024, 4096, 16384), [(16, 64), (64, 128)]), _upstream(_NORMED)),
-    Table("host", (_TOKENS,), _lines([16], [(32, 64)]), _upstream(_INTERLEAVED, "host")),
+    Table("normed", (_HEADS, _TOKENS), _lines((1024, 4096, 16384), [(16, 64), (64, 128)]), _against(_NORMED, _PADDED)),
+    Table(
+        "host",
+        (("prologue", "{what}"),),
+        (
+            *_lines([16], case=_INTERLEAVED.format(heads=32, padded=64), what="V4.1, 32 of 64 heads, interleaved"),
+            *_lines([16], case=_NORMED.format(heads=16, padded=64), what="V4, 16 of 64 heads, norm and RoPE"),
+        ),
+        _against("{case}", _PADDED, "host"),
+    ),
+    Table(
+        "dsa_query",
+        (_ALL_HEADS, _TOKENS),
+        _lines((64, 256, 1024, 4096, 16384, 65536), [(16, 16), (128, 128)]),
+        (
+            *_against(_QUERY, _PDL),
+            ("vLLM and its concatenation", Time(_CAT)),
+            ("that / one launch", Ratio((_CAT,), Source(_QUERY, "preattn"))),
+        ),
+    ),
+    Table(
+        "dsa_fp8_query",
+        (_ALL_HEADS, _TOKENS),
+        _lines((1024, 16384), [(16, 16), (128, 128)]),
+        _against(_FP8_QUERY, _PDL),
+    ),
+    Table(
+        "dsa_absorb",
+        (_ALL_HEADS, _TOKENS),
+        _lines((1024, 4096, 16384), [(16, 16), (64, 64), (128, 128)]),
+        _against(_ABSORBED, {"matmul, then pack": "bmm_then_pack"}, "cold", "absorbed")[:-1],
+    ),
+    Table("dsa_norms", (_TOKENS,), _lines((64, 1024, 16384)), _against(_NORMS, _PDL)),
+    Table("dsa_graph", (_ALL_HEADS, _TOKENS), _lines(_SMALL, [(16, 16), (128, 128)]), _against(_QUERY, _PDL, "warm")),
+    Table("dsa_norms_graph", (_TOKENS,), _lines(_SMALL), _against(_NORMS, _PDL, "warm")),
 )
 """Every table of the README. A new one is a line here and a pair of markers there."""
 

@@ -2,8 +2,8 @@
 
 A graph takes the host out of the picture. *Cold*: one call a replay, after a buffer larger than any L2 has
 been overwritten, all arms taking turns. *Warm*: :data:`WARM_CALLS` calls in a row in one graph. With
-``cupti-python`` installed, cold times are the kernels' own durations as the GPU recorded them; CUDA events around the replay, the
-fallback, add about a microsecond of launch latency to each.
+``cupti-python`` installed, cold times are the kernels' own durations as the GPU recorded them; CUDA events
+around the replay, the fallback, add about a microsecond of launch latency to each.
 """
 
 from __future__ import annotations

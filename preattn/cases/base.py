@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,14 +73,22 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Ten
     return raw.view(dtype)
 
 
-def activations(*shape: int, dtype: torch.dtype, seed: int, edges: bool = False) -> Tensor:
-    """Normal values on the CPU; ``edges`` puts constants that quantisers trip over into the first rows."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
+def activations(
+    *shape: int, dtype: torch.dtype, seed: int, edges: bool = False, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Normal values; ``edges`` puts constants that quantisers trip over into the first rows.
+
+    Values repeat after some four million, so that large tensors are made where they are needed.
+    """
+    count = math.prod(shape)
+    period = (1 << 22) + 8 * 512 + 1  # no multiple of a row: rows differ
+    base = torch.randn(min(count, period), generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+    x = base.repeat(-(-count // period))[:count] if count > period else base
+    x = x.reshape(shape)
     if edges:
         for row, value in enumerate(EDGE_ROWS[: shape[0]]):
             x[row] = value
-    return x.to(dtype)
+    return x
 
 
 def rope_table(positions: int = 512, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,9 +13,9 @@ from ..dsa import INDEX_DIM, LATENT_DIM, ROPE_DIM, QueryForm
 from ..reference.numerics import Pairing
 from .base import CANARY, Call, activations, poisoned, pool_and_slots, rope_table
 
-Source = Literal["in_place", "front", "contiguous", "transposed"]
+Source = Literal["in_place", "front", "contiguous", "transposed", "cast"]
 """Where the latent is: already in the front of the output (given as a view of it, or not given), in a tensor of
-its own, or in one with the heads outermost, as a batched matmul over heads leaves it."""
+its own, in one with the heads outermost, as a batched matmul over heads leaves it, or in one that is e4m3."""
 
 SOFTMAX_SCALE = 128**-0.5
 
@@ -92,20 +92,29 @@ class DsaQueryCase:
         table = rope_table(dtype=self.table_dtype)
         generator = torch.Generator().manual_seed(seed)
         positions = torch.randint(len(table), (tokens,), generator=generator).to(self.index_dtype)
-        q_pe = activations(tokens, heads, 128 + rope_dim, dtype=torch.bfloat16, seed=seed + 1, edges=True).to(device)
+        q_pe = activations(
+            tokens, heads, 128 + rope_dim, dtype=torch.bfloat16, seed=seed + 1, edges=True, device=device
+        )
         q_pe = q_pe[..., 128:] if self.sliced else q_pe[..., 128:].contiguous()
-        latent: Tensor | None = _latent(tokens, heads, self.latent == "transposed", seed + 2).to(device)
+        shape = (heads, tokens, LATENT_DIM) if self.latent == "transposed" else (tokens, heads, LATENT_DIM)
+        rows = activations(*shape, dtype=torch.bfloat16, seed=seed + 2, edges=True, device=device)
+        latent: Tensor | None = rows
+        if self.latent == "transposed":
+            latent = rows.transpose(0, 1)
+        elif self.latent == "cast":
+            latent = rows.to(torch.float8_e4m3fn)
         memory = {}
         out = None
         if self.form == "packed":
             padded = heads if self.padded_heads is None else self.padded_heads
             dtype = torch.float8_e4m3fn if self.fp8_query else torch.bfloat16
             out = poisoned(tokens, padded, LATENT_DIM + rope_dim, dtype=dtype, device=device)
-            memory["out"] = out
-            if self.latent in ("in_place", "front"):
+            if self.copies or rope_dim:
+                memory["out"] = out
+            if not self.copies:
                 out[:, heads:].view(torch.uint8).zero_()
                 front = out[:, :heads, :LATENT_DIM]
-                front.copy_(latent)
+                front.copy_(rows)
                 latent = front if self.latent == "in_place" else None
         arguments: dict[str, Any] = {
             "q_pe": q_pe,
@@ -120,13 +129,14 @@ class DsaQueryCase:
         }
         if self.index_heads:
             extra = 64 if self.sliced else 0
-            index_query = activations(
-                tokens, self.index_heads * INDEX_DIM + extra, dtype=torch.bfloat16, seed=seed + 3, edges=True
+            width = self.index_heads * INDEX_DIM + extra
+            index_query = activations(tokens, width, dtype=torch.bfloat16, seed=seed + 3, edges=True, device=device)
+            weights = activations(
+                tokens, self.index_heads + extra, dtype=self.weights_dtype, seed=seed + 4, device=device
             )
-            weights = activations(tokens, self.index_heads + extra, dtype=self.weights_dtype, seed=seed + 4)
             arguments |= {
-                "index_query": index_query.to(device)[:, extra:].unflatten(1, (self.index_heads, INDEX_DIM)),
-                "index_weights": weights.to(device)[:, extra:],
+                "index_query": index_query[:, extra:].unflatten(1, (self.index_heads, INDEX_DIM)),
+                "index_weights": weights[:, extra:],
                 "index_pairing": self.index_pairing,
                 "index_rope_table": None if rope_dim else table.to(device),
                 "softmax_scale": SOFTMAX_SCALE,
@@ -134,15 +144,21 @@ class DsaQueryCase:
             }
         return Call(dsa.query, arguments, memory, self.moved(tokens))
 
+    @property
+    def copies(self) -> bool:
+        """Whether the latent has to move."""
+        if self.form == "pair":
+            return self.fp8_query and self.latent != "cast"
+        return self.latent not in ("in_place", "front")
+
     def moved(self, tokens: int) -> int:
         """Bytes a call moves."""
-        packed = self.form == "packed"
         parts = query_bytes(
             tokens,
             self.heads,
             index_heads=self.index_heads,
             padded_heads=self.padded_heads,
-            copies=self.latent in ("contiguous", "transposed") if packed else self.fp8_query,
+            copies=self.copies,
             fp8_query=self.fp8_query,
             rope_dim=self.rope_dim,
             table_bytes=self.table_dtype.itemsize,
@@ -150,10 +166,8 @@ class DsaQueryCase:
         return sum(parts.values())
 
 
-def _latent(tokens: int, heads: int, transposed: bool, seed: int) -> Tensor:
-    if transposed:
-        return activations(heads, tokens, LATENT_DIM, dtype=torch.bfloat16, seed=seed, edges=True).transpose(0, 1)
-    return activations(tokens, heads, LATENT_DIM, dtype=torch.bfloat16, seed=seed, edges=True)
+def _integers(*shape: int, seed: int, device: torch.device | str) -> Tensor:
+    return (activations(*shape, dtype=torch.bfloat16, seed=seed, device=device) * 3).round()
 
 
 @dataclass(frozen=True)
@@ -175,17 +189,16 @@ class AbsorbCase:
 
     def build(self, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Call:
         """See :class:`Case`."""
-        generator = torch.Generator().manual_seed(seed)
-        q = torch.randint(-8, 9, (tokens, self.heads, self.nope + ROPE_DIM), generator=generator).bfloat16()
-        w = torch.randint(-8, 9, (self.heads, self.nope, LATENT_DIM), generator=generator).bfloat16()
+        q = _integers(tokens, self.heads, self.nope + ROPE_DIM, seed=seed, device=device)
+        w = _integers(self.heads, self.nope, LATENT_DIM, seed=seed + 1, device=device)
         padded = self.heads if self.padded_heads is None else self.padded_heads
         dtype = torch.float8_e4m3fn if self.fp8_query else torch.bfloat16
         out = poisoned(tokens, padded, LATENT_DIM + ROPE_DIM, dtype=dtype, device=device)
         return Call(
             dsa.absorb_query,
             {
-                "q_nope": q.to(device)[..., : self.nope],
-                "w_uk": w.to(device),
+                "q_nope": q[..., : self.nope],
+                "w_uk": w,
                 "query_scale": torch.tensor(2.7, device=device) if self.fp8_query else None,
                 "out": out,
             },
@@ -276,7 +289,7 @@ class NormRopeCase:
         table = rope_table(dtype=self.table_dtype)
         generator = torch.Generator().manual_seed(seed)
         positions = torch.randint(len(table), (tokens,), generator=generator).to(self.index_dtype)
-        row = activations(tokens, rank + kv_dim, dtype=torch.bfloat16, seed=seed + 1, edges=True).to(device)
+        row = activations(tokens, rank + kv_dim, dtype=torch.bfloat16, seed=seed + 1, edges=True, device=device)
         out = poisoned(tokens, rank, dtype=torch.bfloat16, device=device)
         memory = {"out": out}
         arguments: dict[str, Any] = {
@@ -305,7 +318,7 @@ class NormRopeCase:
         if self.index_record:
             top_k = torch.full((tokens + 3, self.top_k), CANARY, dtype=torch.int32, device=device)
             memory["top_k"] = top_k
-            wide = activations(tokens, INDEX_DIM + 32, dtype=torch.bfloat16, seed=seed + 5, edges=True).to(device)
+            wide = activations(tokens, INDEX_DIM + 32, dtype=torch.bfloat16, seed=seed + 5, edges=True, device=device)
             arguments |= {
                 "index_key": wide[:, :INDEX_DIM],
                 "index_weight": _weight(INDEX_DIM, torch.float32, seed + 6).to(device),
@@ -376,8 +389,10 @@ QUERY_CASES: tuple[DsaQueryCase, ...] = (
     DsaQueryCase(5, padded_heads=64, latent="transposed", fp8_query=True, index_heads=0),
     DsaQueryCase(16, fp8_query=True, rope_output="half_split", index_pairing="interleaved"),
     DsaQueryCase(8, latent="front", fp8_query=True, index_heads=0),
+    DsaQueryCase(5, padded_heads=8, latent="cast", fp8_query=True, index_heads=0),
     DsaQueryCase(16, form="pair", latent="transposed"),
     DsaQueryCase(16, form="pair", latent="contiguous", fp8_query=True, index_pairing="interleaved"),
+    DsaQueryCase(8, form="pair", latent="cast", fp8_query=True, index_heads=0),
     DsaQueryCase(7, form="pair", latent="contiguous", index_heads=0, rope_output="half_split"),
     DsaQueryCase(16, rope_dim=0),
     DsaQueryCase(8, rope_dim=0, latent="contiguous", padded_heads=64, index_heads=0),

@@ -68,8 +68,8 @@ class V4Case:
         table = rope_table(dtype=self.table_dtype)
         generator = torch.Generator().manual_seed(seed + 1)
         positions = torch.randint(len(table), (tokens,), generator=generator).to(self.index_dtype)
-        query = activations(tokens, self.heads, 512, dtype=self.dtype, seed=seed + 2).to(device)
-        kv = activations(tokens, 512, dtype=self.dtype, seed=seed + 3, edges=True).to(device)
+        query = activations(tokens, self.heads, 512, dtype=self.dtype, seed=seed + 2, device=device)
+        kv = activations(tokens, 512, dtype=self.dtype, seed=seed + 3, edges=True, device=device)
         memory = {"pool": pool}
         out = None
         if self.padded_heads:

@@ -45,8 +45,41 @@ from .launch import Kernel, Launch
 
 # Strides reach the kernels in units of 16 bytes: the compiler then knows that every row starts on one.
 # No scalar selects a variant by its value, nor does the alignment of what engines slice freely.
-QUERY_SCALARS = ["index_programs", "rows", "index_rows", "stride_pe", "stride_pe_head", "stride_latent", "stride_latent_head", "stride_out", "stride_out_pe", "stride_index", "stride_weights", "softmax_scale", "head_scale"]
-NORM_SCALARS = ["tokens", "stored_tokens", "index_tokens", "stride_q", "stride_q_out", "stride_kv", "stride_pe", "stride_kv_out", "stride_pe_out", "stride_block", "capacity", "stride_index", "stride_index_block", "index_capacity", "stride_top_k", "q_eps", "kv_eps", "index_eps"]
+QUERY_SCALARS = [
+    "index_programs",
+    "rows",
+    "index_rows",
+    "stride_pe",
+    "stride_pe_head",
+    "stride_latent",
+    "stride_latent_head",
+    "stride_out",
+    "stride_out_pe",
+    "stride_index",
+    "stride_weights",
+    "softmax_scale",
+    "head_scale",
+]
+NORM_SCALARS = [
+    "tokens",
+    "stored_tokens",
+    "index_tokens",
+    "stride_q",
+    "stride_q_out",
+    "stride_kv",
+    "stride_pe",
+    "stride_kv_out",
+    "stride_pe_out",
+    "stride_block",
+    "capacity",
+    "stride_index",
+    "stride_index_block",
+    "index_capacity",
+    "stride_top_k",
+    "q_eps",
+    "kv_eps",
+    "index_eps",
+]
 ABSORB_SCALARS = ["tokens", "stride_q", "stride_q_head", "stride_w_head", "stride_w", "stride_out"]
 UNALIGNED = ["slots", "index_slots", "positions", "query_scale", "kv_scale", "index_weights"]
 
@@ -282,10 +315,14 @@ def _head_rows(
 
     if LATENT:
         dim = tl.arange(0, 512)[None, :]
-        source = latent + (token * (stride_latent * 8) + head * (stride_latent_head * 8))[:, None]
-        value = tl.load(source + dim, mask=copied, other=0.0)
-        if QUANTISE:
-            value = _rounded(value.to(tl.float32), scale, reciprocal, copied, QUANTISE, PADS)
+        CAST: tl.constexpr = QUANTISE and latent.dtype.element_ty == tl.bfloat16  # else bits move unchanged
+        LATENT_UNIT: tl.constexpr = UNIT if QUANTISE and not CAST else 8
+        if QUANTISE and not CAST:
+            latent = latent.to(tl.pointer_type(tl.uint8))
+        source = latent + (token * (stride_latent * LATENT_UNIT) + head * (stride_latent_head * LATENT_UNIT))[:, None]
+        value = tl.load(source + dim, mask=copied, other=0)
+        if CAST:
+            value = _rounded(value.to(tl.float32), scale, reciprocal, copied, True, PADS)
         target = out + (token * (stride_out * UNIT) + head * WIDTH)[:, None]
         tl.store(target + dim, value, mask=written)
 
@@ -979,6 +1016,7 @@ def launch_norm_rope(
     rope = k_pe.shape[-1] > 0
     store = cache is not None and slots is not None and _capacity(cache) > 0
     index = index_key is not None and index_slots is not None and _capacity(index_cache) > 0
+    index_tensors = (index_key, index_weight, index_bias, index_cache, index_slots, index_rope_table)
     rows, kv_tokens = min(config.rows, GROUP), min(config.tokens, GROUP)
     kv = store or kv_out is not None
     programs = index + (kv and rope) + (GROUP // kv_tokens if kv else 0) + GROUP // rows
@@ -996,7 +1034,7 @@ def launch_norm_rope(
             q_weight,
             kv_weight,
             kv_scale if store else None,
-            *((index_key, index_weight, index_bias, index_cache, index_slots, index_rope_table) if index else 6 * (None,)),
+            *(index_tensors if index else 6 * (None,)),
             top_k,
             q_out,
             kv_out,

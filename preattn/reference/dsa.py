@@ -105,11 +105,13 @@ def query(
 
 
 def _write(x: Tensor, scale: Tensor | None, out: Tensor) -> None:
-    """Round into ``out``: e4m3 of ``x / scale``, or bf16 (bf16 values keep their bits)."""
-    if scale is not None:
+    """Round into ``out``: e4m3 of ``x / scale``, or bf16. What has the dtype already keeps its bits."""
+    if x.dtype == out.dtype:
+        out.view(torch.uint8).copy_(x.view(torch.uint8))
+    elif scale is not None:
         out.view(torch.uint8).copy_(formats.to_e4m3(x.float() / scale))
     else:
-        out.copy_(x if x.dtype == torch.bfloat16 else numerics.to_bf16(x))
+        out.copy_(numerics.to_bf16(x))
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor, out: Tensor) -> None:
