@@ -80,11 +80,13 @@ def _say(line: str = "", style: str | None = None) -> None:
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
-    """Tell what a user got wrong in one line, and exit with status 2."""
+def _telling(*kinds: type[Exception]) -> Iterator[None]:
+    """Tell what a user got wrong in one line, and exit with status 2; other kinds of exceptions are ours to see."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
+        if kinds and not isinstance(error, kinds):
+            raise
         err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
@@ -175,7 +177,8 @@ def check(
             result = _run_recorded(case, runner)
             total, wrong = total + result.bytes, wrong + (not result.identical)
             _say(
-                f"{case.name:<12} {case.op:<21} {result.record:<10} {runner.label:<12} {result.bytes:>9,} bytes  "
+                f"{escape(f'{case.name:<12} {case.op:<21} {result.record:<10}')} {runner.label:<12} "
+                f"{result.bytes:>9,} bytes  "
                 f"[{'green' if result.identical else 'bold red'}]{escape(result.verdict)}[/]"
             )
     runs = len(cases) * len(runners)
@@ -414,7 +417,7 @@ def warmup(
             TimeElapsedColumn(),
             console=out,
         ) as bar,
-        _telling(),
+        _telling(ValueError),
     ):
         task = bar.add_task("", total=None)
         compiled = compile_all(
@@ -452,17 +455,19 @@ def bench(
         )
 
     wanted = tuple(arms.split(",")) if arms else None
+    chosen = tuple(suites.split(",")) if suites else None
     with _telling():
         known = [suite.name for suite in run.SUITES]
-        chosen = tuple(suites.split(",")) if suites else None
         if unknown := [name for name in chosen or () if name not in known]:
             raise ValueError(f"suites: expected some of {', '.join(known)}; got {', '.join(unknown)}")
-        options = run.Options(output, peers, str(family) if family else None, chosen, wanted, quick)
-        try:
+    options = run.Options(output, peers, str(family) if family else None, chosen, wanted, quick)
+    try:
+        with _telling(OSError):
             folder = run.main(options, report)
-        except run.CheckFailed as error:
-            _say(f"[bold red]nothing is reported: {escape(str(error))}[/]")
-            raise typer.Exit(1) from None
+    except run.CheckFailed as error:
+        _say(f"[bold red]nothing is reported: {escape(str(error))}[/]")
+        raise typer.Exit(1) from None
+    with _telling():
         if unseen := sorted(set(wanted or ()) - seen):
             raise ValueError(f"arms: expected some of {', '.join(sorted(seen))}; got {', '.join(unseen)}")
     _say(f"written to {escape(str(folder))}; python -m preattn.bench.report puts it into the README")

@@ -25,8 +25,12 @@ from .reference.numerics import Pairing
 LATENT_DIM = 512
 ROPE_DIM = 64
 INDEX_DIM = 128
-RECORDS = ("dsa_fp8", "bf16", "fp8")
-INDEX_RECORDS = ("index_fp8", "index_fp8_ue8m0")
+RECORDS = {name: formats.record(name, LATENT_DIM + ROPE_DIM) for name in ("dsa_fp8", "bf16", "fp8")}
+"""The records these ops write of a KV latent and its key, by name;"""
+NO_ROPE_RECORDS = {name: formats.record(name, LATENT_DIM) for name in ("bf16", "fp8")}
+"""of a latent alone;"""
+INDEX_RECORDS = {name: formats.record(name) for name in ("index_fp8", "index_fp8_ue8m0")}
+"""and of an indexer key."""
 WEIGHTS = (torch.bfloat16, torch.float32)
 
 QueryForm = Literal["packed", "pair"]
@@ -190,8 +194,10 @@ def absorb_query(
 
     bf16 is one ``torch.bmm`` whose result is the strided front of ``out``, bit-equal to the dense product. e4m3
     is one kernel that multiplies, rounds to bf16, divides by the scale and casts, so that the bf16 latent never
-    reaches memory. It equals ``bmm`` and a cast up to the order in which float32 sums add: both sums lie within
-    ``nope * 2**-24 * sum(|q| * |w|)`` of the exact one, so a latent may differ by that much before it is rounded.
+    reaches memory. It equals ``bmm`` and a cast up to the order in which float32 sums add: products of bf16 are
+    exact, and each of fewer than ``nope`` additions, rounded or (as matrix units do) truncated, is off by at most
+    2**-23 of the terms' magnitude, so that either sum lies within ``nope * 2**-23 * sum(|q| * |w|)`` of the exact one.
+    A code may thus be another where rounding, to bf16 and then to e4m3, has a boundary within twice that distance.
 
     Args:
         q_nope: [T, H, nope] bf16, nope a multiple of 64, strides that are multiples of 16 bytes.
@@ -209,11 +215,11 @@ def absorb_query(
     """
     checks.tensor("q_nope", q_nope, (torch.bfloat16,), (None, None, None))
     tokens, heads, nope = q_nope.shape
-    checks.rows("q_nope", q_nope)
     if heads < 1 or nope < 64 or nope % 64:
         raise ValueError(
             f"q_nope: expected at least 1 head of a positive multiple of 64 dims; got {list(q_nope.shape)}"
         )
+    checks.rows("q_nope", q_nope)
     checks.tensor("w_uk", w_uk, (torch.bfloat16,), (heads, nope, LATENT_DIM), q_nope.device)
     checks.rows("w_uk", w_uk)
     if query_scale is not None:
@@ -523,7 +529,7 @@ def _check_index_key(
     if slots is not None:
         _check_slots("index_slots", slots, tokens, device)
     if slots is not None or cache is not None:
-        _check_cache("index_cache", cache, formats.record(str(record)), device)
+        _check_cache("index_cache", cache, INDEX_RECORDS[str(record)], device)
     if top_k is not None:
         checks.tensor("top_k", top_k, (torch.int32,), (None, None), device)
         assert isinstance(top_k, Tensor)
@@ -536,9 +542,11 @@ def _check_index_key(
 def _record(name: str, rope_dim: int) -> Record:
     if name not in RECORDS:
         raise ValueError(f"record: expected one of {', '.join(RECORDS)}; got {name!r}")
-    if name == "dsa_fp8" and rope_dim == 0:
-        raise ValueError("record: expected bf16 or fp8 for a k_pe without dims; got 'dsa_fp8'")
-    return formats.record(name, LATENT_DIM + rope_dim)
+    if rope_dim:
+        return RECORDS[name]
+    if name not in NO_ROPE_RECORDS:
+        raise ValueError(f"record: expected {' or '.join(NO_ROPE_RECORDS)} for a k_pe without dims; got {name!r}")
+    return NO_ROPE_RECORDS[name]
 
 
 # -- registered ops -----------------------------------------------------------------------------------------
@@ -715,7 +723,7 @@ def _norm_rope_insert_impl(
     )
     options: dict[str, Any] = {
         "record": _record(record, k_pe.shape[-1]),
-        "index_record": formats.record(index_record),
+        "index_record": INDEX_RECORDS[index_record],
         "q_eps": q_eps,
         "kv_eps": kv_eps,
         "index_eps": index_eps,

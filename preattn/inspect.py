@@ -43,8 +43,9 @@ class Dump:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Statistics of N tokens, in slot order, over columns: a column is a block of the record that has one scale,
-    or, where a part has none, at most 64 dims of it.
+    """Statistics of N tokens, in slot order, by columns.
+
+    A column is a block of dims that has one scale, or, in a part without scales, 64 dims (16 if 64 do not divide it).
 
     Attributes:
         record: what the pages hold.
@@ -57,7 +58,7 @@ class Inspection:
         exponent: [N, columns] int16: floor(log2) of the scale, or of the largest magnitude where there is no scale.
         absmax: [N] float32: the largest finite magnitude.
         saturated: [N, columns] int16: codes at the largest magnitude of their format.
-        nan: [N, columns] int16: elements that are not finite, and a scale that is not.
+        nan: [N, columns] int16: elements that are not finite; all of a block whose scale is not.
         zero: [N, columns] bool: every element is zero.
         odd_scales: [N] int16: scales that the format's rule cannot make.
     """

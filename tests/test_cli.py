@@ -96,6 +96,13 @@ def test_check_goes_on_past_a_case_that_fails(one_case: Path, monkeypatch: pytes
     assert "1 of 2 identical" in result.stdout
 
 
+def test_check_prints_names_as_they_are(one_case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = golden.load(one_case)
+    odd = golden.GoldenCase("[/red]", "v4", "[b]", case.path, case.entry, case.arrays)
+    monkeypatch.setattr(golden, "load", lambda *_: [odd])
+    assert re.search(r"^\[/red\] +\[b\] +v41_mxfp8", run("check", "--backend", "reference").stdout, re.M)
+
+
 def test_check_says_what_it_skips(one_case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda _: None)
     result = run("check", "--golden", one_case)
@@ -172,9 +179,6 @@ def test_explain_refuses() -> None:
     assert refused("explain", "--model", "deepseek-v4.1-flash", "--record", "v4_fp8") == message
     assert refused("explain", "--tp", 0) == "tp: expected at least 1; got 0"
     assert refused("explain", "--tokens", -1) == "tokens: expected at least 0; got -1"
-    assert refused("explain", "--model", "deepseek-v3.2") == (
-        "geometry: expected a V4 family model; got deepseek-v3.2 (dsa)"
-    )
 
 
 # -- warmup, bench ------------------------------------------------------------------------------------------------
@@ -199,6 +203,36 @@ def test_warmup_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["record"], seen["block_size"], seen["dtype"]) == ("v4_fp8", 128, torch.float16)
     assert "3/3" in result.stdout
     assert result.stdout.splitlines()[-1] == "3 variants compiled"
+
+
+def test_bench_shows_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from preattn.bench import run as bench
+
+    seen = []
+    row = {"case": "v4/x", "arm": "preattn", "tokens": 512, "cache": "cold", "median_us": 16.7, "share_of_copy": 0.95}
+
+    def main(options: bench.Options, report: Callable[[dict[str, object]], None]) -> Path:
+        seen.append(options)
+        report(row)
+        return tmp_path
+
+    monkeypatch.setattr(cli, "_has_gpu", lambda: True)
+    monkeypatch.setattr(bench, "main", main)
+    result = run("bench", "--quick", "--family", "v4", "--suites", "pad,graph", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert seen == [bench.Options(tmp_path, None, "v4", ("pad", "graph"), None, True)]
+    assert re.search(r"^v4/x +512 tokens  preattn +cold +16\.7 us +95% of copy$", result.stdout, re.M)
+    unseen = run("bench", "--arms", "vllm,nothing")
+    assert (unseen.exit_code, unseen.stderr) == (2, "error: arms: expected some of preattn; got nothing, vllm\n")
+    assert refused("bench", "--suites", "pad,none").startswith("suites: expected some of pad, ")
+
+    def fail(*_: object) -> Path:
+        raise bench.CheckFailed("v4/x, 512 tokens: pool differs")
+
+    monkeypatch.setattr(bench, "main", fail)
+    failed = run("bench")
+    assert failed.exit_code == 1
+    assert failed.stdout == "nothing is reported: v4/x, 512 tokens: pool differs\n"
 
 
 @pytest.mark.skipif(GPU, reason="this machine can")

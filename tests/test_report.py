@@ -34,7 +34,9 @@ TABLE = Table(
     ({"tokens": 1024, "heads": 8}, {"tokens": 2048, "heads": 8}),
     (("old", Time(OLD)), ("one", Time(ONE)), ("ratio", Ratio((OLD,), ONE)), ("copy", Share(ONE))),
 )
-README = "before\n<!-- results:example -->\nold text\n<!-- /results -->\nafter\n"
+README = (
+    "before\n<!-- results:example -->\nold text\n<!-- /results -->\nafter\n<!-- results:runs -->\n<!-- /results -->\n"
+)
 
 
 def row(arm: str, tokens: int, median: float, **changes: object) -> dict[str, Any]:
@@ -77,10 +79,15 @@ def test_a_table(tmp_path: Path) -> None:
         "| 1,024 | 8 | 100.0 | 25.0 | **4.00×** | 95% |\n"
         "| 2,048 | 8 | – | 5,000.0 | – | 95% |\n"
         "\n"
-        "Microseconds, medians, one run: NVIDIA Abacus, driver 580.1, torch 2.13.0, Triton 3.9.0, vLLM 0.33.0, "
-        "preattn 0123456789, 2026-11-30; timer: cupti; copy rate 4,000 GB/s.\n"
+        "Median microseconds; NVIDIA Abacus, preattn 0123456789, 2026-11-30.\n"
         "<!-- /results -->\n"
         "after\n"
+        "<!-- results:runs -->\n"
+        "| run | GPU | driver | torch | Triton | vLLM | preattn | timer | copy, GB/s | memset, GB/s |\n"
+        "|---|---|---|---|---|---|---|---|---|---|\n"
+        "| v4.json, 2026-11-30 | NVIDIA Abacus | 580.1 | 2.13.0 | 3.9.0 | 0.33.0 | 0123456789 | cupti "
+        "| 4,000 | 3,000 |\n"
+        "<!-- /results -->\n"
     )
 
 
@@ -94,7 +101,7 @@ def test_columns_and_lines_without_numbers_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, [row("one", 2048, 25.0), row("one", 1024, 9.0, cache="warm")], vllm=None)
     lines = filled(tmp_path).splitlines()[2:6]
     assert lines[:3] == ["| tokens | heads | one | copy |", "|---:|---:|---:|---:|", "| 2,048 | 8 | 25.0 | 95% |"]
-    assert "vLLM" not in filled(tmp_path)
+    assert "| 3.9.0 | – | 0123456789 |" in filled(tmp_path)
 
 
 def test_nothing_measured(tmp_path: Path) -> None:
@@ -117,20 +124,20 @@ def test_every_device_has_its_table(tmp_path: Path) -> None:
         json.dumps({"header": {**HEADER, "device": "Other"}, "rows": [row("one", 1024, 9.0)]})
     )
     text = filled(tmp_path)
-    assert text.index("one run: NVIDIA Abacus") < text.index("| 9.0 |") < text.index("one run: Other")
+    assert text.index("; NVIDIA Abacus,") < text.index("| 9.0 |") < text.index("; Other,") < text.index("| Other |")
 
 
 @pytest.mark.parametrize(
     ("text", "got"),
     [
         ("", "none"),
-        (README.replace("example", "other"), "other"),
-        (README * 2, "example, example"),
+        (README.replace("example", "other"), "other, runs"),
+        (README * 2, "example, example, runs, runs"),
         ("<!-- results:example -->\n", "none"),
     ],
 )
 def test_markers_that_do_not_fit(text: str, got: str) -> None:
-    with pytest.raises(ValueError, match=f"^markers: expected results:example; got {got}$"):
+    with pytest.raises(ValueError, match=f"^markers: expected results:example, runs; got {got}$"):
         report.fill(text, {}, [TABLE])
 
 
@@ -219,7 +226,8 @@ def test_a_ratio_is_to_the_fastest(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- results:{table.name} -->\n<!-- /results -->\n" for table in TABLES)
+    names = ["runs", *(table.name for table in TABLES)]
+    empty = "".join(f"<!-- results:{name} -->\n<!-- /results -->\n" for name in names)
     readme.write_text(empty)
     results = tmp_path / "results"
     results.mkdir()

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_ty
 
 Clock = Literal["cold", "warm", "host"]
 FILE_BYTES = 64 << 20
+NOTHING = "*Not measured yet.*"
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ TABLES = (
         "dsa_absorb",
         (_ALL_HEADS, _TOKENS),
         _lines((1024, 4096, 16384), [(16, 16), (64, 64), (128, 128)]),
-        _against(_ABSORBED, {"matmul, then pack": "bmm_then_pack"}, "cold", "absorbed")[:-1],
+        _against(_ABSORBED, {"bmm and pack": "bmm_then_pack"}, "cold", "absorbed")[:-1],
     ),
     Table("dsa_norms", (_TOKENS,), _lines((64, 1024, 16384)), _against(_NORMS, _PDL)),
     Table("dsa_graph", (_ALL_HEADS, _TOKENS), _lines(_SMALL, [(16, 16), (128, 128)]), _against(_QUERY, _PDL, "warm")),
@@ -331,7 +332,7 @@ def render(table: Table, devices: Mapping[str, Sequence[Results]]) -> str:
             if any(cell is not None for line in cells for cell in line):
                 parts.append(_markdown(table, cells, run.header))
                 break
-    return "\n\n".join(parts) or "*Not measured yet.*"
+    return "\n\n".join(parts) or NOTHING
 
 
 def _markdown(table: Table, cells: list[list[str | None]], header: Header) -> str:
@@ -345,31 +346,48 @@ def _markdown(table: Table, cells: list[list[str | None]], header: Header) -> st
         keyed = [form.format(**key) for _, form in table.keys]
         keyed += [value or "–" for value, show in zip(values, shown, strict=True) if show]
         lines.append("| " + " | ".join(keyed) + " |")
-    peer = f"vLLM {header.vllm}, " if header.vllm else ""
-    caption = (
-        f"Microseconds, medians, one run: {header.device}, driver {header.driver}, torch {header.torch}, "
-        f"Triton {header.triton}, {peer}preattn {header.commit[:10]}, {header.date}; timer: {header.timer}; "
-        f"copy rate {header.copy_gbps:,.0f} GB/s."
-    )
+    caption = f"Median microseconds; {header.device}, preattn {header.commit[:10]}, {header.date}."
     return "\n".join(lines) + "\n\n" + caption
+
+
+def render_runs(devices: Mapping[str, Sequence[Results]]) -> str:
+    """What every run was made with, as Markdown."""
+    titles = ("run", "GPU", "driver", "torch", "Triton", "vLLM", "preattn", "timer", "copy, GB/s", "memset, GB/s")
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for run in (run for runs in devices.values() for run in runs):
+        head = run.header
+        cells = (
+            f"{run.path.name}, {head.date}",
+            head.device,
+            head.driver,
+            head.torch,
+            head.triton,
+            head.vllm or "–",
+            head.commit[:10],
+            head.timer,
+            f"{head.copy_gbps:,.0f}",
+            f"{head.memset_gbps:,.0f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def fill(text: str, devices: Mapping[str, Sequence[Results]], tables: Sequence[Table] = TABLES) -> str:
-    """The text with every marked place filled.
+    """The text with every marked place filled: the tables', and ``runs``.
 
     Raises:
         ValueError: a marker names no table, or a table has no marker.
     """
-    known = {table.name: table for table in tables}
+    known = {table.name: render(table, devices) for table in tables} | {"runs": render_runs(devices)}
     found = [match["name"] for match in _MARKED.finditer(text)]
     if sorted(found) != sorted(known):
         raise ValueError(
             f"markers: expected results:{', '.join(sorted(known))}; got {', '.join(sorted(found)) or 'none'}"
         )
-    return _MARKED.sub(lambda match: f"{match[1]}{render(known[match['name']], devices)}\n{match[3]}", text)
+    return _MARKED.sub(lambda match: f"{match[1]}{known[match['name']]}\n{match[3]}", text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
