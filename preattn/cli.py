@@ -140,9 +140,6 @@ def _interpret() -> str | None:
         if "preattn.kernels" in sys.modules:
             return "there is no GPU, and the kernels were imported without TRITON_INTERPRET=1"
         os.environ["TRITON_INTERPRET"] = "1"
-    from . import dispatch
-
-    dispatch.INTERPRETED = True
     return None
 
 
@@ -263,11 +260,9 @@ def demo() -> None:
         tokens, record = call.arguments["positions"].shape[0], call.arguments.get("record")
         _say(f"\n[bold]{step.model}[/bold], 1 of {step.tp} ranks: {step.what}")
         _say(f"  recorded   {case.name}: {tokens} tokens, {shard.heads} heads" + (f", {record}" if record else ""))
-        form = None
-        if shard.family == "v4":
-            plan = policy.choose(shard, tokens=tokens, record=record, device_name=_gpu_name() if gpu else "this CPU")
-            form = plan.form
-            _say(f"  plan       {form}: {plan.reason}")
+        plan = policy.choose(shard, tokens=tokens, record=record, device_name=_gpu_name() if gpu else "this CPU")
+        form = plan.form if shard.family == "v4" else None
+        _say(f"  plan       {plan.form}: {plan.reason}")
         _say(f"  moves      {call.moved:,} bytes")
         for runner in runners:
             result = _run_recorded(case, runner, form)
@@ -345,20 +340,23 @@ def explain(
     tp: TensorParallel = 1,
     tokens: Annotated[int, typer.Option(help="Tokens of the step.")] = 8192,
     record: RecordName = None,
+    backend: Annotated[
+        str | None, typer.Option(help="The attention backend; the model's usual one by default.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="A GPU by name; this machine's, or NVIDIA H200.")] = None,
     graph: Annotated[bool, typer.Option("--graph", help="The step is captured in a CUDA graph.")] = False,
 ) -> None:
     """Say what a step would run and why, what it moves and how long that takes."""
     from . import policy
+    from .geometry import geometry
 
     with _telling():
-        shard, name = _shard(model, tp, record)
+        shard = geometry(model).shard(tp)
         where = device or (_gpu_name() if _has_gpu() else "NVIDIA H200")
-        plan = policy.choose(shard, tokens=tokens, record=name, device_name=where, captured=graph)
-    _say(
-        f"[bold]{shard.name}[/bold], 1 of {tp} ranks: {shard.heads} heads, attention reads {shard.padded_heads}; "
-        f"{tokens:,} tokens, record {name}"
-    )
+        plan = policy.choose(shard, tokens=tokens, backend=backend, record=record, device_name=where, captured=graph)
+    agreed = plan.agreement
+    _say(f"[bold]{shard.name}[/bold], 1 of {tp} ranks: {shard.heads} heads; {tokens:,} tokens, record {agreed.record}")
+    _say(f"reads   {agreed.backend.name}: {agreed.form} query, {agreed.query_dtype}, {agreed.padded_heads} heads")
     _say(f"plan    [bold]{plan.form}[/bold]")
     _say(f"reason  {escape(plan.reason)}")
     out.print(_bytes_table(plan))

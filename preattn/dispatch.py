@@ -86,8 +86,9 @@ def held(launch: Any) -> bool:
     return True
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Triton's own switch: kernels run on CPU tensors, in its interpreter."""
+def interpreting() -> bool:
+    """Whether kernels run on CPU tensors, in Triton's interpreter: Triton's own switch, fixed when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def use_kernels(tensor: Tensor) -> bool:
@@ -98,9 +99,9 @@ def use_kernels(tensor: Tensor) -> bool:
     """
     chosen = _backend.get()
     if chosen is None:
-        return tensor.is_cuda or INTERPRETED or _held.get() is not None
+        return tensor.is_cuda or _held.get() is not None or interpreting()
     if chosen == "reference" and tensor.is_cuda:
         raise RuntimeError("the reference backend runs on CPU tensors; got a tensor on " + str(tensor.device))
-    if chosen == "triton" and not (tensor.is_cuda or INTERPRETED):
+    if chosen == "triton" and not (tensor.is_cuda or interpreting()):
         raise RuntimeError("the triton backend runs CPU tensors in Triton's interpreter only: set TRITON_INTERPRET=1")
     return chosen == "triton"

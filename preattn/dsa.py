@@ -35,6 +35,8 @@ WEIGHTS = (torch.bfloat16, torch.float32)
 
 QueryForm = Literal["packed", "pair"]
 """What attention reads: one [T, P, 576] tensor, or the absorbed latent and the rotated dims apart."""
+FORMS: tuple[QueryForm, ...] = get_args(QueryForm)
+PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
 
 
 class Query(NamedTuple):
@@ -124,8 +126,8 @@ def query(
     _check_rotated("q_pe", q_pe, positions, rope_table, tokens, device)
     if query_scale is not None:
         checks.scale("query_scale", query_scale, device)
-    _check_choice("form", form, get_args(QueryForm))
-    _check_choice("rope_output", rope_output, get_args(Pairing))
+    _check_choice("form", form, FORMS)
+    _check_choice("rope_output", rope_output, PAIRINGS)
     dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
     if latent is not None:
         dtypes = (torch.bfloat16,) if query_scale is None else (torch.bfloat16, dtype)
@@ -326,7 +328,7 @@ def norm_rope_insert(
     if separate:
         k_pe = k_pe.squeeze(1)
     _check_rotated("k_pe", k_pe, positions, rope_table, tokens, device)
-    _check_choice("rope_output", rope_output, get_args(Pairing))
+    _check_choice("rope_output", rope_output, PAIRINGS)
     _check_norm("q_weight", q_weight, rank, device)
     _check_norm("kv_weight", kv_weight, LATENT_DIM, device)
     kv_record = _record(record, k_pe.shape[-1])
@@ -464,7 +466,7 @@ def _check_index_query(
 def _check_index_rope(
     pairing: object, index_rope_table: Tensor | None, rope_table: Tensor | None, device: torch.device
 ) -> Tensor:
-    _check_choice("index_pairing", pairing, get_args(Pairing))
+    _check_choice("index_pairing", pairing, PAIRINGS)
     table = rope_table if index_rope_table is None else index_rope_table
     if table is None:
         raise ValueError("index_rope_table: expected a tensor where rope_table is None; got None")

@@ -331,6 +331,7 @@ def _encode_part(part: Part, values: Tensor, out: Tensor) -> Tensor:
 
 
 def _scale_bytes(rule: Scale, scale: Tensor) -> Tensor:
+    code: Tensor
     if rule.code == "float32":
         code = scale.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     elif rule.code == "ue8m0":

@@ -17,6 +17,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any, Literal
 
+from .backends import Agreement, negotiate
 from .formats import Record
 from .formats import record as find_record
 from .geometry import Geometry
@@ -127,6 +128,7 @@ class Plan:
 
     Attributes:
         form: the launches.
+        agreement: what is handed to attention, and who reads it.
         reason: why this form, in a sentence.
         tokens: tokens of the step.
         bytes: bytes each part moves, read and written, each counted once.
@@ -134,6 +136,7 @@ class Plan:
     """
 
     form: Form
+    agreement: Agreement
     reason: str
     tokens: int
     bytes: dict[str, int]
@@ -162,45 +165,131 @@ def v4_bytes(tokens: int, heads: int, padded_heads: int, record: Record, *, in_p
     }
 
 
+def dsa_query_bytes(
+    tokens: int,
+    heads: int,
+    *,
+    index_heads: int = 0,
+    padded_heads: int | None = None,
+    copies: bool = False,
+    fp8_query: bool = False,
+    rope_dim: int = 64,
+    table_bytes: int = 4,
+) -> dict[str, int]:
+    """Bytes that :func:`preattn.dsa.query` moves for ``tokens`` tokens, each counted once.
+
+    ``copies``: the latent has to move to the front of the output, and padding heads are zeroed.
+    """
+    read, written = (512 if copies else 0) + rope_dim, 1 if fp8_query else 2
+    padding = (heads if padded_heads is None else padded_heads) - heads if copies else 0
+    return {
+        "query read": tokens * heads * 2 * read,
+        "query written": tokens * written * (heads * read + padding * (512 + rope_dim)),
+        "indexer query read": tokens * index_heads * 2 * 128,
+        "indexer query written": tokens * index_heads * 128,
+        "indexer weights": tokens * index_heads * 8,
+        "RoPE table, positions": tokens * (64 * table_bytes + 8),
+    }
+
+
+def dsa_norm_rope_bytes(
+    tokens: int,
+    rank: int,
+    record: Record | None,
+    *,
+    index_record: Record | None = None,
+    top_k: int = 0,
+    rope_dim: int = 64,
+    return_kv: bool = False,
+    table_bytes: int = 4,
+) -> dict[str, int]:
+    """Bytes that :func:`preattn.dsa.norm_rope_insert` moves for ``tokens`` tokens, each counted once."""
+    kv = 2 * (512 + rope_dim)
+    return {
+        "query latent": tokens * 4 * rank,
+        "KV latent, key read": tokens * kv if record or return_kv else 0,
+        "record written": tokens * record.bytes if record else 0,
+        "KV latent, key returned": tokens * kv if return_kv else 0,
+        "indexer key read": tokens * 2 * 128 if index_record else 0,
+        "indexer record written": tokens * index_record.bytes if index_record else 0,
+        "top-k buffer": tokens * 4 * top_k,
+        "RoPE table, slots, positions": tokens * (64 * table_bytes + 16),
+    }
+
+
 def choose(
     geometry: Geometry,
     *,
     tokens: int,
+    backend: str | None = None,
     record: str | None = None,
-    padded_heads: int | None = None,
     device_name: str = "NVIDIA H200",
     captured: bool = False,
 ) -> Plan:
-    """Choose the launches of one V4 / V4.1 layer's prologue.
+    """Choose what a step of one layer's prologue runs.
 
     Args:
         geometry: the layer, sharded (:meth:`~preattn.geometry.Geometry.shard`).
         tokens: tokens of the step.
-        record: name of the window record; the geometry's first when None.
-        padded_heads: heads that attention reads; the geometry's when None.
+        backend: who reads the result (:mod:`preattn.backends`); the model's usual one when None.
+        record: the KV record; the first that model and backend share when None.
         device_name: as ``torch.cuda.get_device_name`` says it.
         captured: the step runs inside a CUDA graph.
 
     Raises:
-        ValueError: the geometry is not of the V4 family, or ``tokens`` is negative.
+        ValueError: model, backend and record do not fit, or ``tokens`` is negative.
     """
-    if geometry.family != "v4":
-        raise ValueError(f"geometry: expected a V4 family model; got {geometry.name} ({geometry.family})")
     if tokens < 0:
         raise ValueError(f"tokens: expected at least 0; got {tokens}")
-    name = record or geometry.records.window[0]
-    heads, padded = geometry.heads, geometry.padded_heads if padded_heads is None else padded_heads
+    agreed = negotiate(geometry, backend or usual_backend(geometry), record=record)
     found = device(device_name)
-    rotates = geometry.query_norm
-    if padded == heads and not rotates:
-        form, padded = Form.KV_ONLY, 0
-        reason = f"attention takes {heads} heads as they are and rotates them itself: the query is left alone"
+    if geometry.family == "v4":
+        form, reason, moved = _choose_v4(geometry, agreed, tokens, found, captured)
     else:
-        form = Form.ONE_LAUNCH
+        form, reason, moved = _choose_dsa(geometry, agreed, tokens)
+    rate = found.copy_gbps
+    return Plan(form, agreed, reason, tokens, moved, sum(moved.values()) / rate / 1e3 if rate else None)
+
+
+def usual_backend(geometry: Geometry) -> str:
+    """The backend that a model's own serving code uses."""
+    if geometry.family == "dsa":
+        return "flashmla-sparse" if geometry.rope.dim else "flashinfer-sparse-trtllm"
+    return "flashmla-v4" if geometry.query_norm else "flashmla-mega"
+
+
+def _choose_v4(
+    geometry: Geometry, agreed: Agreement, tokens: int, found: Device, captured: bool
+) -> tuple[Form, str, dict[str, int]]:
+    padded, kv_record = agreed.padded_heads, find_record(agreed.record)
+    if padded == geometry.heads and not (agreed.norms or agreed.rotates):
+        reason = f"attention takes {padded} heads as they are and rotates them itself: the query is left alone"
+        return Form.KV_ONLY, reason, v4_bytes(tokens, geometry.heads, 0, kv_record)
+    if found.measured:
         state = "in a graph" if captured else "eager"
         reason = f"one launch is the fastest form measured at every token count, {state} too"
-        if not found.measured:
-            reason = "one launch by default: this device is not measured"
-    moved = v4_bytes(tokens, heads, padded, find_record(name))
-    rate = found.copy_gbps
-    return Plan(form, reason, tokens, moved, sum(moved.values()) / rate / 1e3 if rate else None)
+    else:
+        reason = "one launch by default: this device is not measured"
+    return Form.ONE_LAUNCH, reason, v4_bytes(tokens, geometry.heads, padded, kv_record)
+
+
+def _choose_dsa(geometry: Geometry, agreed: Agreement, tokens: int) -> tuple[Form, str, dict[str, int]]:
+    rope_dim, indexer = geometry.rope.dim, geometry.indexer
+    fp8 = agreed.query_dtype == "e4m3"
+    index_heads = indexer.heads or 0 if indexer else 0
+    if agreed.form == "packed":
+        reason = "the absorb matmul fills the front of the packed query, RoPE its tail: nothing is concatenated"
+    else:
+        reason = f"{agreed.backend.name} reads the latent and the rotated dims apart: nothing is packed"
+    query = dsa_query_bytes(tokens, geometry.heads, index_heads=index_heads, fp8_query=fp8, rope_dim=rope_dim)
+    norm = dsa_norm_rope_bytes(
+        tokens,
+        geometry.q_rank,
+        find_record(agreed.record, 512 + rope_dim),
+        index_record=find_record("index_fp8") if index_heads else None,
+        top_k=(indexer.top_k or 0) if indexer else 0,
+        rope_dim=rope_dim,
+    )
+    tables = "RoPE table, positions"
+    norm["RoPE tables, slots, positions"] = norm.pop("RoPE table, slots, positions") + query.pop(tables)
+    return Form.ONE_LAUNCH, reason, norm | query

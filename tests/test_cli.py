@@ -131,7 +131,7 @@ def test_demo() -> None:
         assert f"{step.model}, 1 of {step.tp} ranks: {step.what}" in result.stdout
     verified = re.findall(rf"  (reference|{KERNELS}) +[\d,]+ bytes, identical$", result.stdout, re.M)
     assert verified == ["reference", KERNELS] * len(cli.STEPS)
-    assert result.stdout.count("  plan       one_launch: ") == sum("v4" in step.model for step in cli.STEPS)
+    assert result.stdout.count("  plan       one_launch: ") == len(cli.STEPS)
     assert ("the times say nothing about" in result.stdout) == (not GPU)
     assert "GB/s" in result.stdout
 
@@ -154,10 +154,11 @@ def test_explain() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == (
-        "deepseek-v4.1-flash, 1 of 2 ranks: 32 heads, attention reads 64; 8,192 tokens, record v41_mxfp8"
+        "deepseek-v4.1-flash, 1 of 2 ranks: 32 heads; 8,192 tokens, record v41_mxfp8"
     )
-    assert lines[1] == "plan    one_launch"
-    assert lines[2].startswith("reason  ")
+    assert lines[1] == "reads   flashmla-mega: chunk_interleaved query, bf16, 64 heads"
+    assert lines[2] == "plan    one_launch"
+    assert lines[3].startswith("reason  ")
     assert re.search(r"^query written +536,870,912 +65,536 +65\.5%$", result.stdout, re.M)
     assert re.search(r"^total +820,248,576 +100,128 *$", result.stdout, re.M)
     assert re.fullmatch(r"time    [\d.]+ us at the copy rate of NVIDIA H200, [\d,]+ GB/s", lines[-1])
@@ -168,6 +169,10 @@ def test_explain() -> None:
 def test_explain_other_plans() -> None:
     assert "plan    kv_only" in run("explain", "--model", "deepseek-v4.1-flash", "--tp", 1).stdout
     assert "record v4_fp8" in run("explain", "--model", "DeepSeek-V4-Flash", "--tp", 8, "--tokens", 0).stdout
+    shared = run("explain", "--model", "deepseek-v3.2", "--tp", 8).stdout
+    assert "reads   flashmla-sparse: packed query, bf16, 64 heads" in shared and "nothing is concatenated" in shared
+    pair = run("explain", "--model", "deepseek-v3.2", "--backend", "flashinfer-sparse-sm90").stdout
+    assert "reads   flashinfer-sparse-sm90: pair query, bf16, 128 heads" in pair
     assert "in a graph" in run("explain", "--tp", 2, "--graph", "--device", "NVIDIA H200").stdout
 
 
@@ -175,7 +180,7 @@ def test_explain_refuses() -> None:
     assert refused("explain", "--model", "none").startswith("name: expected one of deepseek-v3.2, ")
     message = "tp: expected a divisor of the 64 heads of deepseek-v4.1-flash; got 3"
     assert refused("explain", "--model", "deepseek-v4.1-flash", "--tp", 3) == message
-    message = "record: expected one of v41_mxfp8 for deepseek-v4.1-flash; got 'v4_fp8'"
+    message = "record: deepseek-v4.1-flash with flashmla-mega: expected v41_mxfp8; got v4_fp8"
     assert refused("explain", "--model", "deepseek-v4.1-flash", "--record", "v4_fp8") == message
     assert refused("explain", "--tp", 0) == "tp: expected at least 1; got 0"
     assert refused("explain", "--tokens", -1) == "tokens: expected at least 0; got -1"

@@ -46,9 +46,22 @@ def test_an_unmeasured_device_says_so() -> None:
     assert plan.form == Form.ONE_LAUNCH and "not measured" in plan.reason and plan.expected_us is None
 
 
+def test_a_dsa_layer_packs_in_place_or_hands_over_the_pair() -> None:
+    shard = geometry("deepseek-v3.2").shard(8)
+    plan = policy.choose(shard, tokens=1000)
+    assert plan.agreement.form == "packed" and "nothing is concatenated" in plan.reason
+    assert plan.bytes["query written"] == 1000 * 16 * 2 * 64
+    assert plan.bytes["indexer query read"] == 1000 * 64 * 2 * 128
+    assert plan.bytes["record written"] == 1000 * 656 and plan.bytes["top-k buffer"] == 1000 * 4 * 2048
+    pair = policy.choose(shard, tokens=1000, backend="flashinfer-sparse-sm90")
+    assert pair.agreement.form == "pair" and "flashinfer-sparse-sm90 reads" in pair.reason
+
+
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"geometry: expected a V4 family model; got deepseek-v3\.2"):
-        policy.choose(geometry("deepseek-v3.2"), tokens=1)
+    with pytest.raises(
+        ValueError, match=r"record: deepseek-v4\.1-flash with flashmla-mega: expected v41_mxfp8; got bf16"
+    ):
+        policy.choose(V41, tokens=1, record="bf16")
     with pytest.raises(ValueError, match="tokens: expected at least 0; got -1"):
         policy.choose(V41, tokens=-1)
 

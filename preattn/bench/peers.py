@@ -83,7 +83,7 @@ def _pdl(enabled: bool) -> None:
     """Switch the stub platform's programmatic launch; an installed vLLM decides for itself."""
     platforms = sys.modules.get("vllm.platforms")
     if platforms is not None and hasattr(platforms, "PDL"):
-        platforms.PDL = enabled
+        setattr(platforms, "PDL", enabled)  # noqa: B010  the stub's own name
 
 
 def dsa_query(

@@ -23,7 +23,7 @@ import torch
 import preattn
 
 from .. import dsa
-from ..cases.base import CANARY, Call, Case, rope_table
+from ..cases.base import Call, Case, rope_table
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
 from ..cases.v4 import V4Case
 from ..policy import Form, slug
@@ -119,7 +119,7 @@ def _dsa_query_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
     arguments = call.arguments
     arms: dict[str, Arm] = {"preattn": lambda: call.function(**arguments)}
     if vllm is not None:
-        forms = {"vllm": {}, "vllm_pdl": {"pdl": True}}
+        forms: dict[str, dict[str, bool]] = {"vllm": {}, "vllm_pdl": {"pdl": True}}
         if arguments["query_scale"] is None:
             forms["vllm_cat"] = {"concatenate": True}
         for name, options in forms.items():
@@ -131,7 +131,8 @@ def _dsa_query_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
 def _absorb_arms(case: AbsorbCase, call: Call) -> dict[str, Arm]:
     """The whole main query: absorb and rotate in place, against a matmul, a fused pass and what packs its result."""
     a = call.arguments
-    q_nope, w_uk, out, scale = a["q_nope"], a["w_uk"], a["out"], a["query_scale"]
+    q_nope, w_uk, scale = a["q_nope"], a["w_uk"], a["query_scale"]
+    out: torch.Tensor = a["out"]
     tokens = q_nope.shape[0]
     q_pe = torch.randn(tokens, case.heads, 64, device=out.device).bfloat16()
     table = rope_table(dtype=torch.bfloat16).to(out.device)
@@ -184,11 +185,12 @@ def check(case: Case, call: Call, arms: dict[str, Arm], tokens: int) -> None:
     for name, want in expected.items():
         if not torch.equal(want, written[name]):
             raise CheckFailed(f"{case.name}, {small} tokens: {name} differs from the reference")
+    before = {name: tensor.clone() for name, tensor in call.memory.items()}
     pools = [tensor for name, tensor in call.memory.items() if "pool" in name]
     seen: dict[str, dict[str, torch.Tensor]] = {}
     for arm, function in arms.items():
-        for pool in pools:
-            pool.fill_(CANARY)
+        for name, tensor in call.memory.items():  # an op in place starts from the same bytes in every arm
+            tensor.copy_(before[name])
         seen[arm] = _results(call, function(), [pool.clone() for pool in pools])
     for arm, results in seen.items():
         for name, tensor in results.items():
@@ -310,6 +312,8 @@ class Options:
 def main(options: Options, report: Callable[[dict[str, Any]], None] = lambda row: None) -> Path:
     """Run suites and write ``<output>/<device>/<family>.json`` (one file a family).
 
+    A run of some suites or arms, or a quick one, goes into a folder ``partial`` there: it does not replace results.
+
     ``report`` is called with each row as it comes.
 
     Raises:
@@ -320,7 +324,8 @@ def main(options: Options, report: Callable[[dict[str, Any]], None] = lambda row
         raise RuntimeError("bench times CUDA graphs and needs a CUDA GPU; this machine has none")
     vllm = peers.load(options.peers)
     head = header(vllm)
-    folder = options.output / slug(head["device"])
+    complete = not (options.suites or options.arms or options.quick)
+    folder = options.output / slug(head["device"]) / ("" if complete else "partial")
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict[str, Any]]] = {}
     for suite in SUITES:

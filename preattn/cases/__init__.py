@@ -7,9 +7,9 @@ but never warmed.
 
 from __future__ import annotations
 
-from . import v4
+from . import dsa, v4
 from .base import CANARY, Call, Case
 
 __all__ = ["CANARY", "CASES", "Call", "Case"]
 
-CASES: tuple[Case, ...] = v4.CASES
+CASES: tuple[Case, ...] = (*v4.CASES, *dsa.QUERY_CASES, *dsa.ABSORB_CASES, *dsa.NORM_ROPE_CASES)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import dsa, formats
 from ..dsa import INDEX_DIM, LATENT_DIM, ROPE_DIM, QueryForm
+from ..policy import dsa_norm_rope_bytes, dsa_query_bytes
 from ..reference.numerics import Pairing
 from .base import CANARY, Call, activations, poisoned, pool_and_slots, rope_table
 
@@ -18,33 +19,6 @@ Source = Literal["in_place", "front", "contiguous", "transposed", "cast"]
 its own, in one with the heads outermost, as a batched matmul over heads leaves it, or in one that is e4m3."""
 
 SOFTMAX_SCALE = 128**-0.5
-
-
-def query_bytes(
-    tokens: int,
-    heads: int,
-    *,
-    index_heads: int = 0,
-    padded_heads: int | None = None,
-    copies: bool = False,
-    fp8_query: bool = False,
-    rope_dim: int = ROPE_DIM,
-    table_bytes: int = 4,
-) -> dict[str, int]:
-    """Bytes that :func:`preattn.dsa.query` moves for ``tokens`` tokens, each counted once.
-
-    ``copies``: the latent has to move to the front of the output, and padding heads are zeroed.
-    """
-    read, written = (LATENT_DIM if copies else 0) + rope_dim, 1 if fp8_query else 2
-    padding = (heads if padded_heads is None else padded_heads) - heads if copies else 0
-    return {
-        "query read": tokens * heads * 2 * read,
-        "query written": tokens * written * (heads * read + padding * (LATENT_DIM + rope_dim)),
-        "indexer query read": tokens * index_heads * 2 * INDEX_DIM,
-        "indexer query written": tokens * index_heads * INDEX_DIM,
-        "indexer weights": tokens * index_heads * 8,
-        "RoPE table, positions": tokens * (64 * table_bytes + 8),
-    }
 
 
 @dataclass(frozen=True)
@@ -153,7 +127,7 @@ class DsaQueryCase:
 
     def moved(self, tokens: int) -> int:
         """Bytes a call moves."""
-        parts = query_bytes(
+        parts = dsa_query_bytes(
             tokens,
             self.heads,
             index_heads=self.index_heads,
@@ -210,31 +184,6 @@ class AbsorbCase:
         """Bytes a call moves."""
         row = 2 * self.nope + LATENT_DIM * (1 if self.fp8_query else 2)
         return self.heads * (tokens * row + 2 * self.nope * LATENT_DIM)
-
-
-def norm_rope_bytes(
-    tokens: int,
-    rank: int,
-    record: formats.Record | None,
-    *,
-    index_record: formats.Record | None = None,
-    top_k: int = 0,
-    rope_dim: int = ROPE_DIM,
-    return_kv: bool = False,
-    table_bytes: int = 4,
-) -> dict[str, int]:
-    """Bytes that :func:`preattn.dsa.norm_rope_insert` moves for ``tokens`` tokens, each counted once."""
-    kv = 2 * (LATENT_DIM + rope_dim)
-    return {
-        "query latent": tokens * 4 * rank,
-        "KV latent, key read": tokens * kv if record or return_kv else 0,
-        "record written": tokens * record.bytes if record else 0,
-        "KV latent, key returned": tokens * kv if return_kv else 0,
-        "indexer key read": tokens * 2 * INDEX_DIM if index_record else 0,
-        "indexer record written": tokens * index_record.bytes if index_record else 0,
-        "top-k buffer": tokens * 4 * top_k,
-        "RoPE table, slots, positions": tokens * (64 * table_bytes + 16),
-    }
 
 
 @dataclass(frozen=True)
@@ -353,7 +302,7 @@ class NormRopeCase:
 
     def moved(self, tokens: int) -> int:
         """Bytes a call moves."""
-        parts = norm_rope_bytes(
+        parts = dsa_norm_rope_bytes(
             tokens,
             self.rank,
             formats.record(self.record, LATENT_DIM + self.rope_dim) if self.slots else None,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import dsa, formats
+from ..policy import dsa_norm_rope_bytes, dsa_query_bytes
 from .base import CANARY, Call, poisoned
-from .dsa import norm_rope_bytes, query_bytes
 
 _RECORDS = {"auto": "bf16", "fp8": "fp8", "fp8_ds_mla": "dsa_fp8"}
 
@@ -71,7 +71,7 @@ def _query(
             "head_scale": float(entry["head_scale"]),
         }
         expected |= {"result2": arrays["index_q_out"], "result3": arrays["index_weights_out"]}
-    moved = query_bytes(tokens, heads, index_heads=index_heads, copies=quantised, fp8_query=quantised)
+    moved = dsa_query_bytes(tokens, heads, index_heads=index_heads, copies=quantised, fp8_query=quantised)
     return Call(dsa.query, arguments, memory, sum(moved.values())), expected, frozenset()
 
 
@@ -136,6 +136,6 @@ def _norm_rope(
             "index_pairing": _pairing(entry),
             "top_k": buffer,
         }
-    moved = norm_rope_bytes(tokens, rank, record, index_record=index_record, top_k=top_k, return_kv=True)
+    moved = dsa_norm_rope_bytes(tokens, rank, record, index_record=index_record, top_k=top_k, return_kv=True)
     call = Call(dsa.norm_rope_insert, arguments, memory, sum(moved.values()))
     return call, expected, frozenset({"out", "result1"})

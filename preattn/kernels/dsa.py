@@ -910,12 +910,12 @@ def launch_query(
     visited = heads if out is None else out.shape[1]
     rows = tokens * visited if out is not None or rope_dim else 0
     index_heads = 0 if index_query is None else index_query.shape[1]
-    index_programs = triton.cdiv(tokens * index_heads, config.tokens)
+    index_programs = -(-tokens * index_heads // config.tokens)
     if not rope_dim:
         tail = None
     return Launch(
         query,
-        index_programs + triton.cdiv(rows, config.rows),
+        index_programs + -(-rows // config.rows),
         (
             q_pe if rope_dim else None,
             latent,
@@ -1022,7 +1022,7 @@ def launch_norm_rope(
     programs = index + (kv and rope) + (GROUP // kv_tokens if kv else 0) + GROUP // rows
     return Launch(
         norm_rope,
-        triton.cdiv(tokens, GROUP) * programs,
+        -(-tokens // GROUP) * programs,
         (
             q_latent,
             kv_latent,
@@ -1087,7 +1087,7 @@ def launch_absorb(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor, out: Tensor
     rows, columns = max(config.rows, 16), max(config.tokens, 16)  # the least a matrix instruction takes
     return Launch(
         absorb,
-        triton.cdiv(tokens, rows) * heads * (LATENT_DIM // columns),
+        -(-tokens // rows) * heads * (LATENT_DIM // columns),
         (q_nope, w_uk, query_scale, out),
         (tokens, _units(q_nope), _units(q_nope, 1), _units(w_uk), _units(w_uk, 1), _units(out)),
         (heads, nope, out.shape[2], rows, columns, 64, 3),
