@@ -619,7 +619,7 @@ def _query_impl(
     from .kernels import dsa as kernels
 
     path = query_path(copies=latent is not None, quantises=query_scale is not None)
-    config = policy.launch_config(q_pe.device.index, path)
+    config = policy.launch_config(q_pe.device.index, path, q_pe.shape[0])
     kernels.launch_query(*arguments, **options, config=config).run(q_pe.device)
 
 
@@ -648,7 +648,7 @@ def _absorb_impl(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, out: 
     else:
         from .kernels import dsa as kernels
 
-        config = policy.launch_config(q_nope.device.index, "dsa_absorb")
+        config = policy.launch_config(q_nope.device.index, "dsa_absorb", q_nope.shape[0])
         kernels.launch_absorb(q_nope, w_uk, query_scale, out, config=config).run(q_nope.device)
 
 
@@ -737,7 +737,7 @@ def _norm_rope_insert_impl(
         return
     from .kernels import dsa as kernels
 
-    config = policy.launch_config(q_latent.device.index, "dsa_norm_rope")
+    config = policy.launch_config(q_latent.device.index, "dsa_norm_rope", q_latent.shape[0])
     kernels.launch_norm_rope(*arguments, **options, config=config).run(q_latent.device)
 
 

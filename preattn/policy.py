@@ -28,9 +28,16 @@ LAYOUTS: tuple[Layout, ...] = ("head_major", "chunk_interleaved")
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The shape of a launch: query rows a program, tokens a KV program, warps a program.
+    """The shape of a launch. It changes speed and never bits: every candidate in ``tests`` gives the same bytes.
 
-    It changes speed and never bits: every candidate in ``tests`` gives the same bytes.
+    All three are powers of two.
+
+    Attributes:
+        rows: query rows a program: (token, head) rows; for chunk-interleaved queries (token, chunk) rows of 64
+            heads' width; query latents (DSA norms); tokens (DSA absorption).
+        tokens: the other half's: KV tokens; (token, head) rows of the indexer (DSA query); latent dims at a
+            time (DSA absorption).
+        num_warps: warps a program.
     """
 
     rows: int = 4
@@ -58,16 +65,32 @@ class Device:
     copy_gbps: float | None = None
     launch: dict[str, LaunchConfig] = field(default_factory=dict)
 
-    def config(self, kernel: str) -> LaunchConfig:
-        """Launch configuration of a kernel path (``kv``, ``copy``, ``rows``, ``norm_rows``, ``in_place``)."""
-        return self.launch.get(kernel) or DEFAULT_CONFIGS.get(kernel) or LaunchConfig()
+    def config(self, path: str, tokens: int) -> LaunchConfig:
+        """Launch configuration of a kernel path for a step of so many tokens; see :data:`DEFAULT_CONFIGS`."""
+        keys = (f"{path}_small", path) if tokens <= SMALL_STEP else (path,)
+        for known in (self.launch, DEFAULT_CONFIGS):
+            for key in keys:
+                if key in known:
+                    return known[key]
+        return LaunchConfig()
 
+
+SMALL_STEP = 1024
+"""Tokens up to which a path's ``_small`` configuration holds: latency counts there, not bandwidth."""
 
 DEFAULT_CONFIGS = {
-    "rows": LaunchConfig(rows=8, tokens=4, num_warps=4),
-    "norm_rows": LaunchConfig(rows=8, tokens=4, num_warps=4),
-    "in_place": LaunchConfig(rows=16, tokens=4, num_warps=2),
+    "kv": LaunchConfig(rows=1, tokens=2, num_warps=1),
+    "copy": LaunchConfig(rows=2, tokens=4, num_warps=1),
+    "rows": LaunchConfig(rows=2, tokens=2, num_warps=1),
+    "norm_rows": LaunchConfig(rows=2, tokens=2, num_warps=1),
+    "in_place": LaunchConfig(rows=16, tokens=2, num_warps=1),
+    "dsa_query": LaunchConfig(rows=32, tokens=32, num_warps=2),
+    "dsa_query_copy": LaunchConfig(rows=4, tokens=32, num_warps=2),
+    "dsa_query_e4m3": LaunchConfig(rows=8, tokens=32, num_warps=4),
+    "dsa_norm_rope": LaunchConfig(rows=2, tokens=2, num_warps=4),
+    "dsa_absorb": LaunchConfig(rows=128, tokens=128, num_warps=8),
 }
+"""Kernel paths and what they launch on devices that are not measured: what won on an H200."""
 
 
 def slug(name: str) -> str:
@@ -108,9 +131,9 @@ def assume(device: Device) -> Iterator[None]:
         _assumed.reset(token)
 
 
-def launch_config(index: int | None, path: str) -> LaunchConfig:
-    """Launch configuration of a kernel path on a CUDA device index (None: the CPU)."""
-    return (_assumed.get() or _cuda_device(index)).config(path)
+def launch_config(index: int | None, path: str, tokens: int) -> LaunchConfig:
+    """Launch configuration of a kernel path on a CUDA device index (None: the CPU), for so many tokens."""
+    return (_assumed.get() or _cuda_device(index)).config(path, tokens)
 
 
 def query_path(*, interleaved: bool, norm: bool, in_place: bool) -> str:

@@ -240,7 +240,7 @@ def _kv_insert_impl(
         return
     from .kernels import v4 as kernels
 
-    config = policy.launch_config(kv.device.index, "kv")
+    config = policy.launch_config(kv.device.index, "kv", kv.shape[0])
     kernels.launch_kv(kv, cache, slots, positions, rope_table, **arguments, config=config).run(kv.device)
 
 
@@ -254,7 +254,7 @@ def _pad_query_impl(query: Tensor, out: Tensor, interleaved: bool) -> None:
     from .kernels import v4 as kernels
 
     path = policy.query_path(interleaved=interleaved, norm=False, in_place=False)
-    config = policy.launch_config(query.device.index, path)
+    config = policy.launch_config(query.device.index, path, query.shape[0])
     kernels.launch_pad(query, out, interleaved=interleaved, config=config).run(query.device)
 
 
@@ -292,7 +292,7 @@ def _query_kv_insert_impl(
     from .kernels import v4 as kernels
 
     path = policy.query_path(interleaved=interleaved, norm=norm_eps is not None, in_place=in_place)
-    config = policy.launch_config(query.device.index, path)
+    config = policy.launch_config(query.device.index, path, query.shape[0])
     if two_launches:
         _kv_insert_impl(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
         slots = slots[:0]  # the same kernel, no KV programs: the query half alone

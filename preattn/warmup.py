@@ -1,8 +1,9 @@
 """Compile ahead of serving: every variant that a deployment can meet, so that no request waits for one.
 
-Warm-up makes the calls of a deployment on one-token tensors, with launches held back, and compiles what they
-would have launched: the same code asks for the same variants. Token counts, strides and pointers select
-nothing, so one call of each kind is enough.
+Warm-up makes the calls of a deployment with launches held back, and compiles what they would have launched: the
+same code asks for the same variants. Strides and pointers select nothing and token counts only between two
+launch configurations, so one call of each kind for a small and for a large step is enough. Inputs repeat
+one row; outputs are allocated and dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from . import dsa, formats, v4
 from .dispatch import hold, interpreting
 from .geometry import Geometry
-from .policy import Form, Layout
+from .policy import SMALL_STEP, Form, Layout
 
 Progress = Callable[[int, int], None]
 
@@ -61,19 +62,28 @@ def warmup(
         device = torch.device("cuda", torch.cuda.current_device())
     padded = geometry.padded_heads if padded_heads is None else padded_heads
     with hold() as launches:
-        if geometry.family == "v4":
-            table = table_dtype or torch.float32
-            calls = _v4_calls(geometry, record, block_size, layout, padded, dtype, index_dtype, table, device)
-        else:
-            calls = _dsa_calls(geometry, record, block_size, padded, index_dtype, table_dtype or torch.bfloat16, device)
-        for call in calls:
-            call()
+        for tokens in (1, SMALL_STEP + 1):
+            if geometry.family == "v4":
+                table = table_dtype or torch.float32
+                calls = _v4_calls(
+                    geometry, record, block_size, layout, padded, dtype, index_dtype, table, device, tokens
+                )
+            else:
+                table = table_dtype or torch.bfloat16
+                calls = _dsa_calls(geometry, record, block_size, padded, index_dtype, table, device, tokens)
+            for call in calls:
+                call()
     compiled = 0
     for done, launch in enumerate(launches, 1):
         compiled += launch.prepare(device)
         if progress is not None:
             progress(done, len(launches))
     return compiled
+
+
+def _rows(tokens: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One row of zeros that stands for every token."""
+    return torch.zeros(1, *shape, dtype=dtype, device=device).expand(tokens, *shape)
 
 
 def _v4_calls(
@@ -86,24 +96,25 @@ def _v4_calls(
     index_dtype: torch.dtype,
     table_dtype: torch.dtype,
     device: torch.device,
+    tokens: int,
 ) -> Iterator[Callable[[], object]]:
     name = record_name or geometry.records.window[0]
     record = formats.record(name, 512)
     layout = layout or ("head_major" if geometry.query_norm else "chunk_interleaved")
     rotates = layout == "head_major"
     pool = torch.empty(record.page_bytes(block_size) + 16, dtype=torch.uint8, device=device)
-    one = torch.zeros(1, dtype=index_dtype, device=device)
+    index = torch.zeros(tokens, dtype=index_dtype, device=device)
     scale = torch.ones(1, device=device)
     step: dict[str, Any] = {
-        "kv": torch.zeros(1, 512, dtype=dtype, device=device),
+        "kv": _rows(tokens, 512, dtype=dtype, device=device),
         "cache": formats.cache_view(pool, record, block_size=block_size, num_blocks=1),
-        "slots": one,
-        "positions": one,
+        "slots": index,
+        "positions": index,
         "rope_table": torch.zeros(1, 64, dtype=table_dtype, device=device),
         "record": name,
         "kv_scale": scale if name == "fp8" else None,
     }
-    query = torch.zeros(1, geometry.heads, 512, dtype=dtype, device=device)
+    query = _rows(tokens, geometry.heads, 512, dtype=dtype, device=device)
     arguments = {
         **step,
         "query": query,
@@ -115,7 +126,7 @@ def _v4_calls(
     for form in (Form.ONE_LAUNCH, Form.TWO_LAUNCHES):
         yield partial(v4.query_kv_insert, **arguments, form=form)
     if rotates:
-        buffer = torch.zeros(1, padded, 512, dtype=dtype, device=device)
+        buffer = _rows(tokens, padded, 512, dtype=dtype, device=device)
         in_place = {**arguments, "query": buffer[:, : geometry.heads], "out": buffer}
         yield partial(v4.query_kv_insert, **in_place)
     if name == "fp8":
@@ -134,6 +145,7 @@ def _dsa_calls(
     index_dtype: torch.dtype,
     table_dtype: torch.dtype,
     device: torch.device,
+    tokens: int,
 ) -> Iterator[Callable[[], object]]:
     """Steps with and without slots, layers with and without an indexer, every form of the query."""
     heads, rope_dim, rank = geometry.heads, geometry.rope.dim, geometry.q_rank
@@ -142,13 +154,16 @@ def _dsa_calls(
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return _rows(tokens, *shape, dtype=dtype, device=device)
+
     def cache(record: formats.Record) -> torch.Tensor:
         pool = zeros(record.page_bytes(block_size) + 16, dtype=torch.uint8)
         return formats.cache_view(pool, record, block_size=block_size, num_blocks=1)
 
-    one, scale = zeros(1, dtype=index_dtype), torch.ones(1, device=device)
+    index, scale = zeros(tokens, dtype=index_dtype), torch.ones(1, device=device)
     table = zeros(1, 64, dtype=table_dtype)
-    step = {"positions": one, "rope_table": table if rope_dim else None}
+    step = {"positions": index, "rope_table": table if rope_dim else None}
     indexer = geometry.indexer
     index_steps: list[dict[str, Any]] = [{}]
     index_queries: list[dict[str, Any]] = [{}]
@@ -157,49 +172,49 @@ def _dsa_calls(
         index_steps[:0] = [
             {
                 **shared,
-                "index_key": zeros(1, indexer.dim),
+                "index_key": rows(indexer.dim),
                 "index_weight": zeros(indexer.dim, dtype=torch.float32),
                 "index_bias": zeros(indexer.dim, dtype=torch.float32),
                 "index_cache": cache(formats.record("index_fp8")),
-                "top_k": zeros(1, indexer.top_k or 2048, dtype=torch.int32),
+                "top_k": zeros(tokens, indexer.top_k or 2048, dtype=torch.int32),
             }
         ]
         index_queries[:0] = [
             {
                 **shared,
-                "index_query": zeros(1, indexer.heads, indexer.dim),
-                "index_weights": zeros(1, indexer.heads, dtype=torch.float32),
+                "index_query": rows(indexer.heads, indexer.dim),
+                "index_weights": rows(indexer.heads, dtype=torch.float32),
             }
         ]
 
     norms: dict[str, Any] = {
         **step,
-        "q_latent": zeros(1, rank),
-        "kv_latent": zeros(1, 512),
-        "k_pe": zeros(1, rope_dim),
+        "q_latent": rows(rank),
+        "kv_latent": rows(512),
+        "k_pe": rows(rope_dim),
         "record": name,
         "q_weight": zeros(rank),
         "kv_weight": zeros(512),
         "kv_scale": scale if name == "fp8" else None,
     }
     kv_cache = cache(formats.record(name, 512 + rope_dim))
-    for index in index_steps:
-        for stored in ({"cache": kv_cache, "slots": one}, {"cache": None, "slots": None}):
-            caches = index if stored["slots"] is not None else {**index, "index_cache": None}
+    for indexed in index_steps:
+        for stored in ({"cache": kv_cache, "slots": index}, {"cache": None, "slots": None}):
+            caches = indexed if stored["slots"] is not None else {**indexed, "index_cache": None}
             for return_kv in (False, True):
                 yield partial(dsa.norm_rope_insert, **norms, **stored, **caches, return_kv=return_kv)
 
-    q_pe, latent = zeros(1, heads, rope_dim), zeros(1, heads, 512)
-    for index in index_queries:
-        main = {**step, **index, "q_pe": q_pe}
+    q_pe, latent = rows(heads, rope_dim), rows(heads, 512)
+    for indexed in index_queries:
+        main = {**step, **indexed, "q_pe": q_pe}
         for query_scale in (None, scale) if name == "fp8" else (None,):
             dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
-            packed = zeros(1, padded, 512 + rope_dim, dtype=dtype)
+            packed = rows(padded, 512 + rope_dim, dtype=dtype)
             yield partial(dsa.query, **main, latent=None, out=packed, padded_heads=padded, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, padded_heads=padded, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, form="pair", query_scale=query_scale)
     if name == "fp8":
-        q_nope, w_uk = zeros(1, heads, geometry.nope_dim), zeros(heads, geometry.nope_dim, 512)
-        out = zeros(1, padded, 512 + rope_dim, dtype=torch.float8_e4m3fn)
+        q_nope, w_uk = rows(heads, geometry.nope_dim), zeros(heads, geometry.nope_dim, 512)
+        out = rows(padded, 512 + rope_dim, dtype=torch.float8_e4m3fn)
         yield partial(dsa.absorb_query, q_nope, w_uk, query_scale=scale, out=out)

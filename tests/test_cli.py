@@ -153,9 +153,7 @@ def test_explain() -> None:
     result = run(*arguments, "--device", "NVIDIA H200")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0] == (
-        "deepseek-v4.1-flash, 1 of 2 ranks: 32 heads; 8,192 tokens, record v41_mxfp8"
-    )
+    assert lines[0] == ("deepseek-v4.1-flash, 1 of 2 ranks: 32 heads; 8,192 tokens, record v41_mxfp8")
     assert lines[1] == "reads   flashmla-mega: chunk_interleaved query, bf16, 64 heads"
     assert lines[2] == "plan    one_launch"
     assert lines[3].startswith("reason  ")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from preattn import policy
@@ -69,8 +67,8 @@ def test_refusals() -> None:
 def test_assumed_devices_end_with_their_context() -> None:
     config = policy.LaunchConfig(2, 2, 2)
     with policy.assume(policy.Device("x", launch={"kv": config})):
-        assert policy.launch_config(None, "kv") == config
-    assert policy.launch_config(None, "kv") != config
+        assert policy.launch_config(None, "kv", 1) == config
+    assert policy.launch_config(None, "kv", 1) != config
 
 
 def test_configs_survive_a_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -81,4 +79,12 @@ def test_configs_survive_a_round_trip(tmp_path) -> None:  # type: ignore[no-unty
     assert path.name == "nvidia-h200.json"
     committed = policy.resources.files("preattn").joinpath("configs", path.name)
     assert path.read_text() == committed.read_text()
-    assert dataclasses.is_dataclass(device.config("copy"))
+
+
+def test_small_steps_have_configurations_of_their_own() -> None:
+    small, large = policy.LaunchConfig(1, 1, 4), policy.LaunchConfig(2, 4, 1)
+    device = policy.Device("x", launch={"copy": large, "copy_small": small})
+    assert device.config("copy", policy.SMALL_STEP) == small
+    assert device.config("copy", policy.SMALL_STEP + 1) == large
+    assert device.config("rows", 1) == policy.DEFAULT_CONFIGS["rows"]
+    assert device.config("nothing", 1) == policy.LaunchConfig()

@@ -11,7 +11,7 @@ from preattn.geometry import geometry
 from preattn.kernels import launch
 from preattn.warmup import warmup
 
-TOKENS = (1, 2, 15, 16, 17, 33, 257)
+TOKENS = (1, 2, 15, 16, 17, 33, 257, 4096)
 
 
 def _calls(name: str, tp: int, record_name: str, tokens: int, device: str) -> None:

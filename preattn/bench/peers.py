@@ -63,7 +63,8 @@ def v4_query_kv(vllm: Vllm, call: Call) -> Callable[[], Tensor | None] | None:
         return None
     pages, mxfp8 = _pages(cache), a["record"] == "v41_mxfp8"
     if a["padded_heads"] == 0:
-        return lambda: vllm.ops.fused_deepseek_v4_kv_rope_insert(a["kv"], pages, *step, block_size, None, mxfp8)
+        paged = cache.view(torch.uint8)
+        return lambda: vllm.ops.fused_deepseek_v4_kv_rope_insert(a["kv"], paged, *step, block_size, None, mxfp8)
     return lambda: vllm.ops.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
         query,
         a["kv"],

@@ -77,10 +77,13 @@ def warm(arms: Mapping[str, Callable[[], Any]], repeats: int = 20) -> dict[str, 
 
 def _together(graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, flush: torch.Tensor | None) -> dict[str, Times]:
     """Replay graphs in turns, so that all see the same clocks, after waking the GPU from its idle ones."""
+    busy = _flush_buffer(torch.cuda.current_device())
     deadline = time.perf_counter() + WAKE_SECONDS
     while time.perf_counter() < deadline:
         for graph in graphs.values():
             graph.replay()
+        for _ in range(20):  # some milliseconds of full load, however short the graphs are
+            busy.fill_(1)
         torch.cuda.synchronize()
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     with _kernel_records() as records:

@@ -851,25 +851,30 @@ def _dsa_absorb_kernel(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """ROWS tokens x COLUMNS latent dims of one head. Column tiles, then heads, are neighbours in the launch."""
-    TILES: tl.constexpr = 512 // COLUMNS
+    """ROWS tokens x 512 latent dims of one head, COLUMNS at a time: the next columns load while these are cast."""
     pid = tl.program_id(0)
-    column = (pid % TILES) * COLUMNS + tl.arange(0, COLUMNS)
-    head = ((pid // TILES) % HEADS).to(tl.int64)
-    token = pid // (TILES * HEADS) * ROWS + tl.arange(0, ROWS)
+    head = (pid % HEADS).to(tl.int64)
+    token = pid // HEADS * ROWS + tl.arange(0, ROWS)
     live = (token < tokens)[:, None]
-    depth = tl.arange(0, DEPTH)
-    a = q_nope + head * (stride_q_head * 8) + (token.to(tl.int64) * (stride_q * 8))[:, None] + depth[None, :]
-    b = w_uk + head * (stride_w_head * 8) + (depth.to(tl.int64) * (stride_w * 8))[:, None] + column[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in tl.range(0, NOPE, DEPTH, num_stages=STAGES):
-        total = _dot(tl.load(a, mask=live, other=0.0), tl.load(b), total)
-        a += DEPTH
-        b += DEPTH * (stride_w * 8)
+    token = token.to(tl.int64)[:, None]
+    depth, column = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)[None, :]
+    a = q_nope + head * (stride_q_head * 8) + token * (stride_q * 8) + depth[None, :]
+    b = w_uk + head * (stride_w_head * 8) + (depth.to(tl.int64) * (stride_w * 8))[:, None] + column
+    target = out.to(tl.pointer_type(tl.uint8)) + head * WIDTH + token * (stride_out * 16) + column
     scale = tl.load(query_scale)
-    code = to_e4m3(_quotient(to_bf16(total).to(tl.float32), scale, tl.div_rn(1.0, scale)))
-    target = out.to(tl.pointer_type(tl.uint8)) + head * WIDTH + (token.to(tl.int64) * (stride_out * 16))[:, None]
-    tl.store(target + column[None, :], code, mask=live)
+    reciprocal = tl.div_rn(1.0, scale)
+    if NOPE == DEPTH:
+        query_tile = tl.load(a, mask=live, other=0.0)
+    for start in tl.range(0, 512, COLUMNS, num_stages=STAGES):
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if NOPE == DEPTH:
+            total = _dot(query_tile, tl.load(b + start), total)
+        else:
+            for d in tl.static_range(0, NOPE, DEPTH):
+                part = tl.load(a + d, mask=live, other=0.0)
+                total = _dot(part, tl.load(b + start + d * (stride_w * 8)), total)
+        code = to_e4m3(_quotient(to_bf16(total).to(tl.float32), scale, reciprocal))
+        tl.store(target + start, code, mask=live)
 
 
 query = Kernel(_dsa_query_kernel)
@@ -1087,9 +1092,9 @@ def launch_absorb(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor, out: Tensor
     rows, columns = max(config.rows, 16), max(config.tokens, 16)  # the least a matrix instruction takes
     return Launch(
         absorb,
-        -(-tokens // rows) * heads * (LATENT_DIM // columns),
+        -(-tokens // rows) * heads,
         (q_nope, w_uk, query_scale, out),
         (tokens, _units(q_nope), _units(q_nope, 1), _units(w_uk), _units(w_uk, 1), _units(out)),
-        (heads, nope, out.shape[2], rows, columns, 64, 3),
+        (heads, nope, out.shape[2], rows, columns, 128 if nope % 128 == 0 else 64, 3),
         config.num_warps,
     )

@@ -450,6 +450,11 @@ def _programs(items: int, tile: int) -> int:
     return -(-items // tile)
 
 
+def _tile_rows(config: LaunchConfig, padded_heads: int, *, interleaved: bool) -> int:
+    """Rows a program: chunk rows of more than 64 heads are as many fewer."""
+    return max(1, config.rows * 64 // padded_heads) if interleaved and padded_heads > 64 else config.rows
+
+
 def _cache_scalars(kv: Tensor, cache: Tensor) -> tuple[int, int, int]:
     """stride_kv, stride_block, capacity."""
     stride_block = cache.stride(0) * cache.element_size() // 16
@@ -485,12 +490,13 @@ def launch_pad(query: Tensor, out: Tensor, *, interleaved: bool, config: LaunchC
     """The padding copy alone."""
     tokens, heads, _ = query.shape
     padded = out.shape[1]
+    tile_rows = _tile_rows(config, padded, interleaved=interleaved)
     return Launch(
         pad,
-        _programs(tokens * (32 if interleaved else padded), config.rows),
+        _programs(tokens * (32 if interleaved else padded), tile_rows),
         (query, out),
         (tokens, query.stride(0) // 8, query.stride(1) // 8, out.stride(0) // 8),
-        (heads, padded, interleaved, config.rows),
+        (heads, padded, interleaved, tile_rows),
         config.num_warps,
     )
 
@@ -518,11 +524,12 @@ def launch_query_kv(
     padded, stored = out.shape[1], slots.shape[0]
     kv_programs = _programs(stored, config.tokens) if cache.numel() else 0
     rows = tokens * (32 if interleaved else heads if in_place else padded)
+    tile_rows = _tile_rows(config, padded, interleaved=interleaved)
     quantise = query_scale_inv is not None
     out_unit = 16 if quantise else 8  # elements in 16 bytes
     return Launch(
         query_kv,
-        kv_programs + _programs(rows, config.rows),
+        kv_programs + _programs(rows, tile_rows),
         (query, out, kv, cache, slots, positions, rope_table, query_scale_inv, kv_scale),
         (
             tokens,
@@ -544,7 +551,7 @@ def launch_query_kv(
             quantise,
             in_place,
             out_unit,
-            config.rows,
+            tile_rows,
             config.tokens,
         ),
         config.num_warps,
