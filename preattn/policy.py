@@ -75,7 +75,7 @@ class Device:
         return LaunchConfig()
 
 
-SMALL_STEP = 1024
+SMALL_STEP = 512
 """Tokens up to which a path's ``_small`` configuration holds: latency counts there, not bandwidth."""
 
 DEFAULT_CONFIGS = {
@@ -88,7 +88,13 @@ DEFAULT_CONFIGS = {
     "dsa_query_copy": LaunchConfig(rows=4, tokens=32, num_warps=2),
     "dsa_query_e4m3": LaunchConfig(rows=8, tokens=32, num_warps=4),
     "dsa_norm_rope": LaunchConfig(rows=2, tokens=2, num_warps=4),
-    "dsa_absorb": LaunchConfig(rows=128, tokens=128, num_warps=8),
+    "dsa_absorb": LaunchConfig(rows=64, tokens=64, num_warps=4),
+    "kv_small": LaunchConfig(rows=1, tokens=1, num_warps=1),
+    "copy_small": LaunchConfig(rows=2, tokens=2, num_warps=2),
+    "rows_small": LaunchConfig(rows=2, tokens=1, num_warps=4),
+    "norm_rows_small": LaunchConfig(rows=2, tokens=1, num_warps=4),
+    "dsa_query_small": LaunchConfig(rows=32, tokens=16, num_warps=4),
+    "dsa_norm_rope_small": LaunchConfig(rows=1, tokens=1, num_warps=8),
 }
 """Kernel paths and what they launch on devices that are not measured: what won on an H200."""
 

@@ -229,6 +229,8 @@ def _kv_insert_impl(
 ) -> None:
     checks.aligned("kv", kv)
     checks.aligned("cache", cache)
+    if norm_weight is not None:
+        checks.aligned("norm_weight", norm_weight)
     arguments: dict[str, Any] = {
         "record": RECORDS[record],
         "kv_scale": kv_scale,
