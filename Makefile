@@ -1,6 +1,6 @@
 # Every step runs in the interpreter that scripts/python finds or builds; see there.
 .NOTPARALLEL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint sanitize clean
 
 WORKERS ?= 2
 PACKAGE_NEEDS = numpy triton typer rich
@@ -10,6 +10,7 @@ help:
 	@echo "make demo    one real step: recorded inputs, bytes verified, time and GB/s on this machine"
 	@echo "make test    lint, then the tests (WORKERS=2 processes; ARGS='-k name' goes to pytest)"
 	@echo "make lint    ruff, ruff format, mypy"
+	@echo "make sanitize   one pass over the cases on a GPU under compute-sanitizer"
 	@echo "make clean   remove .venv, build products and caches"
 	@echo "scripts/python ARGUMENTS   the interpreter that these use"
 
@@ -23,6 +24,12 @@ lint:
 	scripts/python --skip-without ruff -m ruff check .
 	scripts/python --skip-without ruff -m ruff format --check .
 	scripts/python --skip-without mypy -m mypy
+
+sanitize:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 \
+		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -429,6 +429,30 @@ def warmup(
 
 
 @app.command()
+def tune(
+    output: Annotated[Path, typer.Option(help="Folder for <device>.json.")] = Path("preattn/configs"),
+) -> None:
+    """Search launch configurations on this GPU and keep the winners, with its copy rate."""
+    with _telling():
+        if not _has_gpu():
+            raise ValueError("device: expected a GPU to measure; got none")
+        if not output.is_dir():
+            raise ValueError(f"output: expected a folder; got {output}")
+    from dataclasses import replace
+
+    from . import policy, tuning
+    from .bench import timing
+
+    device = replace(policy.device(_gpu_name()), copy_gbps=round(timing.copy_rate(0), 1))
+
+    def report(path: str, microseconds: float, config: policy.LaunchConfig) -> None:
+        shape = f"{config.rows} x {config.tokens}, {config.num_warps} warps"
+        _say(f"{path:<22} {microseconds:>9,.1f} us  {shape}")
+
+    _say(f"written to {escape(str(tuning.save(tuning.tune(device, report), output)))}")
+
+
+@app.command()
 def bench(
     output: Annotated[Path, typer.Option(help="Folder for <device>/<family>.json.")] = Path("results"),
     peers: Annotated[Path | None, typer.Option(help="A folder with vllm_peer.py; an installed vLLM otherwise.")] = None,

@@ -6,6 +6,7 @@ registers, spills and the widths of the global accesses in the PTX.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -20,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from preattn import policy
 from preattn.cases import CASES
 from preattn.dispatch import hold
 from preattn.kernels.launch import OPTIONS, Launch
@@ -78,6 +80,8 @@ def ptxas_report(cubin: bytes) -> dict[str, int]:
 def accesses(ptx: str) -> dict[str, int]:
     """How many global loads and stores there are of each width in bits."""
     counts: Counter[str] = Counter()
+    for size in re.findall(r"\bcp\.async\.\S+\.shared\.global\S* \[[^]]*\], \[[^]]*\], (\w+)", ptx):
+        counts[f"ld{8 * int(size, 0)}"] += 1
     for kind, vector, bits in re.findall(r"\b(ld|st)\.global\S*?(?:\.(v\d))?\.[bu](\d+)", ptx):
         counts[f"{kind}{int(vector[1:] or 1) * int(bits) if vector else int(bits)}"] += 1
     return dict(counts)
@@ -99,12 +103,16 @@ def report(name: str, launch: Launch, target: str) -> dict[str, object]:
     return row
 
 
-def launches() -> Iterator[tuple[str, Launch]]:
-    """What every case of the registry launches, once per variant."""
+def launches(*, small: bool) -> Iterator[tuple[str, Launch]]:
+    """What every case of the registry launches on an H200, once per variant, in small steps or in large ones."""
+    device = policy.device("NVIDIA H200")
+    if not small:
+        large = {path: config for path, config in device.launch.items() if not path.endswith("_small")}
+        device = dataclasses.replace(device, launch=large)
     seen = set()
     for case in CASES:
         call = case.build(2)
-        with hold() as held:
+        with policy.assume(device), hold() as held:
             call.function(**call.arguments)
         for launch in held:
             dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
@@ -115,8 +123,9 @@ def launches() -> Iterator[tuple[str, Launch]]:
 
 
 def main() -> None:
-    targets = sys.argv[1:] or list(TARGETS)
-    for name, launch in launches():
+    """``static_compile.py TARGET...``; ``--small`` compiles the configurations of small steps."""
+    targets = [argument for argument in sys.argv[1:] if argument != "--small"] or list(TARGETS)
+    for name, launch in launches(small="--small" in sys.argv):
         for target in targets:
             print(json.dumps(report(name, launch, target)), flush=True)
 

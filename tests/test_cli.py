@@ -241,6 +241,7 @@ def test_bench_shows_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(GPU, reason="this machine can")
 def test_what_needs_a_gpu_says_so() -> None:
     assert refused("warmup", "--tp", 2) == "device: expected a GPU to compile for; got none"
+    assert refused("tune") == "device: expected a GPU to measure; got none"
     assert refused("bench") == "device: expected a GPU to measure; got none"
 
 
@@ -297,5 +298,5 @@ def test_the_command_chooses_the_interpreter_itself(one_case: Path) -> None:
 def test_help_lists_the_verbs() -> None:
     result = shell("--help")
     assert result.returncode == 0
-    assert all(verb in result.stdout for verb in ("demo", "check", "bench", "explain", "warmup", "inspect"))
+    assert all(verb in result.stdout for verb in ("demo", "check", "bench", "tune", "explain", "warmup", "inspect"))
     assert run("nonsense").exit_code == 2

@@ -22,7 +22,7 @@ import torch
 
 import preattn
 
-from .. import dsa
+from .. import dsa, tuning
 from ..cases.base import Call, Case, rope_table
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
 from ..cases.v4 import V4Case
@@ -54,6 +54,8 @@ class Suite:
     cases: tuple[Case, ...]
     tokens: tuple[int, ...]
     clocks: tuple[Clock, ...] = ("cold",)
+    sweep: str | None = None
+    """A kernel path: the arms are its candidate launch configurations."""
 
 
 _PAD = V4Case(32, 64)
@@ -80,6 +82,9 @@ SUITES: tuple[Suite, ...] = (
     Suite("head_major", "v4", (_ROTATE, _IN_PLACE, _V4_SHARD, _V4_NORM), (1024, 4096, 16384)),
     Suite("kv_only", "v4", (V4Case(64, 0), V4Case(64, 0, record="v4_fp8", layout="head_major")), (1024, 16384)),
     Suite("graph", "v4", (_PAD, _V4_SHARD, V4Case(64, 0)), (1, 8, 64, 256), ("warm",)),
+    Suite("sweep_copy", "v4", (tuning.PATHS["copy"],), (16384,), sweep="copy"),
+    Suite("sweep_norm_rows", "v4", (tuning.PATHS["norm_rows"],), (16384,), sweep="norm_rows"),
+    Suite("sweep_dsa_query", "dsa", (tuning.PATHS["dsa_query"],), (16384,), sweep="dsa_query"),
     Suite("dsa_query", "dsa", _QUERIES, (64, 256, 1024, 4096, 16384, 65536)),
     Suite("dsa_fp8_query", "dsa", _FP8_QUERIES, (1024, 16384)),
     Suite("dsa_absorb", "dsa", _ABSORBED, (1024, 4096, 16384)),
@@ -161,6 +166,10 @@ def _norm_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
     return arms
 
 
+def _swept(path: str, call: Call) -> dict[str, Arm]:
+    return {"preattn": lambda: call.function(**call.arguments), **tuning.arms(path, call)}
+
+
 def arms_of(case: Case, call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
     """The arms of a case by name; ``preattn`` first."""
     if isinstance(case, V4Case):
@@ -235,7 +244,7 @@ def measure(suite: Suite, vllm: peers.Vllm | None, wanted: tuple[str, ...] | Non
             call = storable(case.build(tokens, "cuda"))
             arms = {
                 name: arm
-                for name, arm in arms_of(case, call, vllm).items()
+                for name, arm in (_swept(suite.sweep, call) if suite.sweep else arms_of(case, call, vllm)).items()
                 if wanted is None or name in wanted or name == "preattn"
             }
             check(case, call, arms, tokens)

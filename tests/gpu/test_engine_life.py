@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from preattn import formats, v4
+from preattn import formats, policy, tuning, v4
 from preattn.cases import CASES
 from preattn.cases.base import Case, as_bytes
 from preattn.cases.v4 import V4Case
@@ -124,6 +124,16 @@ def test_pools_past_4_gib(record_name: str, index_dtype: torch.dtype) -> None:
         page = pool[block * record.page_bytes(64) : (block + 1) * record.page_bytes(64)].cpu()
         assert torch.equal(page[record.address(torch.tensor(offset), 64)], expected[row])
     assert sum(int(part.ne(0xA5).count_nonzero()) for part in pool.split(1 << 28)) <= 3 * record.bytes
+
+
+@pytest.mark.parametrize("path", tuning.PATHS)
+def test_no_candidate_configuration_changes_bits(path: str) -> None:
+    case = tuning.PATHS[path]
+    expected = case.build(33).run("reference")
+    for config in tuning.CANDIDATES[path]:
+        with policy.assume(policy.Device("candidate", launch={path: config})):
+            written = case.build(33, "cuda").run()
+        assert all(torch.equal(expected[name], written[name]) for name in expected), config
 
 
 def test_reruns_and_batches_give_the_same_bits() -> None:
