@@ -302,6 +302,11 @@ def _choose_v4(
     return Form.ONE_LAUNCH, reason, v4_bytes(tokens, geometry.heads, padded, kv_record)
 
 
+ABSORB_KERNEL_TOKENS = 1024
+"""Tokens from which :func:`preattn.dsa.absorb_query`'s e4m3 kernel was measured (H200, 16 to 128 heads) faster than
+``torch.bmm`` and the cast of :func:`preattn.dsa.query`; below, it was not measured."""
+
+
 def _choose_dsa(geometry: Geometry, agreed: Agreement, tokens: int) -> tuple[Form, str, dict[str, int]]:
     rope_dim, indexer = geometry.rope.dim, geometry.indexer
     fp8 = agreed.query_dtype == "e4m3"
@@ -310,7 +315,21 @@ def _choose_dsa(geometry: Geometry, agreed: Agreement, tokens: int) -> tuple[For
         reason = "the absorb matmul fills the front of the packed query, RoPE its tail: nothing is concatenated"
     else:
         reason = f"{agreed.backend.name} reads the latent and the rotated dims apart: nothing is packed"
-    query = dsa_query_bytes(tokens, geometry.heads, index_heads=index_heads, fp8_query=fp8, rope_dim=rope_dim)
+    if fp8 and tokens >= ABSORB_KERNEL_TOKENS:
+        reason += "; the absorb kernel casts to e4m3 as it multiplies"
+    elif fp8:
+        reason = (
+            f"bmm, then one pass that casts and packs: the absorb kernel pays from {ABSORB_KERNEL_TOKENS} tokens on"
+        )
+    query = dsa_query_bytes(
+        tokens,
+        geometry.heads,
+        index_heads=index_heads,
+        padded_heads=agreed.padded_heads,
+        copies=fp8 and tokens < ABSORB_KERNEL_TOKENS,
+        fp8_query=fp8,
+        rope_dim=rope_dim,
+    )
     norm = dsa_norm_rope_bytes(
         tokens,
         geometry.q_rank,

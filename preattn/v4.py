@@ -15,7 +15,7 @@ from torch import Tensor
 from . import checks, formats, policy
 from .dispatch import define_op, use_kernels
 from .formats import Record
-from .policy import Form, Layout
+from .policy import Layout
 from .reference import v4 as reference
 
 HEAD_DIM = 512
@@ -41,7 +41,7 @@ def query_kv_insert(
     query_scale_inv: Tensor | None = None,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
-    form: str = Form.ONE_LAUNCH,
+    form: str = "one_launch",
 ) -> Tensor:
     """Query and KV half of the prologue: ``wq_b``'s output and the KV latent to what attention reads.
 
@@ -66,7 +66,8 @@ def query_kv_insert(
         out: [T, P, 512] to write into, rows at multiples of 16 bytes. Where ``query`` is ``out[:, :H]``
             (head-major) the query is processed in place and the heads past H are not touched: their buffer
             holds zeros already.
-        form: one launch, or the KV half and the query half in a launch each. Same bits.
+        form: :class:`~preattn.policy.Form`: ``one_launch``, or ``two_launches`` (the KV half and the query half in
+            a launch each; same bits), or ``kv_only``.
 
     Returns:
         ``out``, or a new [T, P, 512] tensor ([T, 0, 512] for KV only).
@@ -92,7 +93,7 @@ def query_kv_insert(
     out = _output(query, padded, dtype, out)
     if form not in policy.FORMS:
         raise ValueError(f"form: expected one of {', '.join(policy.FORMS)}; got {form!r}")
-    if padded == 0 or form == Form.KV_ONLY:
+    if padded == 0 or form == "kv_only":
         _kv_insert(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
     else:
         _query_kv_insert(
@@ -109,7 +110,7 @@ def query_kv_insert(
             query_rope,
             query_scale_inv,
             kv_scale,
-            form == Form.TWO_LAUNCHES,
+            form == "two_launches",
         )
     return out
 

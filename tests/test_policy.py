@@ -55,6 +55,17 @@ def test_a_dsa_layer_packs_in_place_or_hands_over_the_pair() -> None:
     assert pair.agreement.form == "pair" and "flashinfer-sparse-sm90 reads" in pair.reason
 
 
+def test_an_e4m3_query_is_absorbed_where_that_was_measured_faster() -> None:
+    shard = geometry("deepseek-v3.2").shard(8)
+    arguments = {"backend": "flashinfer-sparse-trtllm", "record": "fp8"}
+    large = policy.choose(shard, tokens=1024, **arguments)  # type: ignore[arg-type]
+    assert "the absorb kernel casts to e4m3" in large.reason
+    assert large.bytes["query written"] == 1024 * 16 * 64
+    small = policy.choose(shard, tokens=64, **arguments)  # type: ignore[arg-type]
+    assert small.reason.startswith("bmm, then one pass")
+    assert small.bytes["query written"] == 64 * 16 * 576
+
+
 def test_refusals() -> None:
     with pytest.raises(
         ValueError, match=r"record: deepseek-v4\.1-flash with flashmla-mega: expected v41_mxfp8; got bf16"
@@ -86,5 +97,5 @@ def test_small_steps_have_configurations_of_their_own() -> None:
     device = policy.Device("x", launch={"copy": large, "copy_small": small})
     assert device.config("copy", policy.SMALL_STEP) == small
     assert device.config("copy", policy.SMALL_STEP + 1) == large
-    assert device.config("rows", 1) == policy.DEFAULT_CONFIGS["rows"]
+    assert device.config("rows", 1) == policy.DEFAULT_CONFIGS["rows_small"]
     assert device.config("nothing", 1) == policy.LaunchConfig()

@@ -42,14 +42,17 @@ class Header:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm of one case: microseconds of a call, and the bytes it has to move, each counted once."""
+    """One arm of one case: microseconds of a call, and the bytes it has to move, each counted once.
+
+    ``padded_heads`` is None where the case does not ask for padding.
+    """
 
     suite: str
     case: str
     arm: str
     tokens: int
     heads: int
-    padded_heads: int
+    padded_heads: int | None
     record: str
     cache: Clock
     median_us: float
