@@ -1,0 +1,166 @@
+"""Query buffers in attention's layout, and projections that write into them: the copy that does not happen.
+
+Padding, interleaving and packing move a query several times over. A matmul can write the final layout by itself: only
+its output strides differ. What it does not write, the heads past the rank's own, is zeroed once, when the buffer is
+made, and never after.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import dsa, weights
+from .backends import Agreement, QueryForm, negotiate
+from .geometry import Geometry
+
+
+class QueryWorkspace:
+    """One query buffer of a layer geometry, shared by the layers of a stream in order.
+
+    A layer's query is overwritten by the next layer's: a caller that keeps several alive makes several workspaces.
+    The address is stable, so that captured graphs may use it.
+
+    Attributes:
+        agreement: what is written for whom (:func:`preattn.backends.negotiate`).
+        heads: the rank's own heads; those past them are +0.0.
+        buffer: [max_tokens, padded heads, width]; width is 512, or 512 and the RoPE dims for a packed query.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        backend: str,
+        max_tokens: int,
+        *,
+        device: torch.device | str = "cuda",
+        record: str | None = None,
+        debug: bool = False,
+    ) -> None:
+        """Allocate and zero the buffer.
+
+        Args:
+            geometry: the layer, sharded.
+            backend: who reads the query.
+            max_tokens: the most tokens of a step.
+            device: where.
+            record: the KV record, where it decides the query's dtype (DSA ``fp8``).
+            debug: verify, with a GPU synchronisation a step, that the tail is still zero.
+
+        Raises:
+            ValueError: model and backend do not fit, the backend takes the pair, or ``max_tokens`` is below 1.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1; got {max_tokens}")
+        agreement = negotiate(geometry, backend, record=record)
+        if agreement.form == "pair":
+            raise ValueError(
+                f"backend: {geometry.name} with {backend}: expected one that takes a packed query; got {backend}, "
+                "which reads the latent and the rotated dims apart: there is nothing to pad or pack"
+            )
+        width = geometry.latent_dim + (geometry.rope.dim if geometry.family == "dsa" else 0)
+        dtype = torch.bfloat16 if agreement.query_dtype == "bf16" else torch.float8_e4m3fn
+        self.agreement: Agreement = agreement
+        self.heads = geometry.heads
+        self.debug = debug
+        self.buffer = torch.zeros(max_tokens, agreement.padded_heads, width, dtype=dtype, device=device)
+
+    @property
+    def form(self) -> QueryForm:
+        """Layout of the buffer."""
+        return self.agreement.form
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the buffer takes."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def view(self, tokens: int) -> Tensor:
+        """What attention reads: [tokens, padded heads, width], contiguous. In debug mode the tail is verified first.
+
+        Raises:
+            ValueError: ``tokens`` is negative or more than the workspace has.
+            RuntimeError: debug mode, and something wrote into the tail.
+        """
+        self._check_tokens(tokens)
+        if self.debug:
+            self.verify(f"a step of {tokens} tokens")
+        return self.buffer[:tokens]
+
+    def live(self, tokens: int) -> Tensor:
+        """What a projection writes, as a strided view of the buffer.
+
+        ``chunk_interleaved``: [32, tokens, H * 16]; ``head_major``: [tokens, H * 512]; ``packed``: [tokens, H, 512].
+
+        Raises:
+            ValueError: ``tokens`` is negative or more than the workspace has.
+        """
+        self._check_tokens(tokens)
+        buffer, heads = self.buffer[:tokens], self.heads
+        if self.form == "chunk_interleaved":
+            return weights.as_chunks(buffer)[:, :, :heads].permute(1, 0, 2, 3).flatten(2)
+        if self.form == "head_major":
+            return buffer[:, :heads].flatten(1)
+        return buffer[:, :heads, :512]
+
+    def verify(self, step: str) -> None:
+        """Check that the tail is still +0.0 (reads the GPU).
+
+        Raises:
+            RuntimeError: it is not; the message names the step and the first element.
+        """
+        tail = (
+            weights.as_chunks(self.buffer)[:, :, self.heads :]
+            if self.form == "chunk_interleaved"
+            else (self.buffer[:, self.heads :])
+        )
+        touched = tail.reshape(-1).view(torch.uint8) != 0
+        if bool(touched.any()):
+            first = int(touched.nonzero()[0]) // self.buffer.element_size()
+            position = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tail.shape))
+            raise RuntimeError(
+                f"{self.form} query workspace: {step} left a padding head that is not +0.0; first at {position} "
+                f"of the tail {tuple(tail.shape)}"
+            )
+
+    def _check_tokens(self, tokens: int) -> None:
+        if not 0 <= tokens <= self.buffer.shape[0]:
+            raise ValueError(f"tokens: expected 0 to {self.buffer.shape[0]}; got {tokens}")
+
+
+def project_query(x: Tensor, weight: Tensor, workspace: QueryWorkspace) -> Tensor:
+    """Project into a workspace: one matmul, and no copy after it. The bits are those of the plain projection.
+
+    Args:
+        x: V4 family: the (normed) query latent [T, rank]. DSA: ``q_nope`` [T, H, nope].
+        weight: ``chunk_interleaved``: ``wq_b`` permuted by :func:`preattn.weights.interleave_query_rows`, [H * 512,
+            rank]. ``head_major``: ``wq_b`` as it is. ``packed``: ``W_UK`` [H, nope, 512]. All bf16.
+        workspace: where the query goes; its dtype must be bf16 (an e4m3 packed query needs a scale:
+            :func:`preattn.dsa.absorb_query`).
+
+    Returns:
+        ``workspace.view(T)``.
+
+    Raises:
+        TypeError: a dtype that is not bf16.
+        ValueError: a shape that does not fit, or more tokens than the workspace has.
+    """
+    for name, tensor in (("x", x), ("weight", weight), ("workspace", workspace.buffer)):
+        if tensor.dtype != torch.bfloat16:
+            raise TypeError(f"{name}: expected dtype torch.bfloat16; got {tensor.dtype}")
+    tokens = x.shape[0]
+    if workspace.form == "packed":
+        dsa.absorb_query(x, weight, out=workspace.buffer[:tokens])
+        return workspace.view(tokens)
+    rows = workspace.heads * weights.HEAD_DIM
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape != (rows, x.shape[1]):
+        raise ValueError(
+            f"weight: expected shape [{rows}, {x.shape[-1]}] for x {list(x.shape)}; got {list(weight.shape)}"
+        )
+    live = workspace.live(tokens)
+    if workspace.form == "head_major":
+        torch.mm(x, weight.t(), out=live)
+    else:
+        batch = weights.query_chunks(weight)
+        torch.bmm(x.expand(len(batch), *x.shape), batch.transpose(1, 2), out=live)
+    return workspace.view(tokens)
