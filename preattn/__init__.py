@@ -1,10 +1,12 @@
 """Attention prologues for DeepSeek's sparse-attention models: from the projections to what attention reads."""
 
-from . import v4
+from . import dsa, v4
+from .backends import negotiate
 from .formats import Record, cache_view, record
 from .geometry import Geometry
 from .policy import Form, LaunchConfig, Plan, choose
 from .warmup import warmup
+from .workspace import QueryWorkspace, project_query
 
 __version__ = "0.1.0"
 
@@ -13,9 +15,13 @@ __all__ = [
     "Geometry",
     "LaunchConfig",
     "Plan",
+    "QueryWorkspace",
     "Record",
     "cache_view",
     "choose",
+    "dsa",
+    "negotiate",
+    "project_query",
     "record",
     "v4",
     "warmup",

@@ -83,6 +83,7 @@ class Agreement:
         query_dtype: of the query.
         padded_heads: heads of the query tensor; those past the rank's own are +0.0.
         record: of the cache (V4: of the window).
+        compressed_record: of a V4 layer's compressed cache, None for DSA.
         norms: the prologue applies the head norm (V4 models that have one).
         rotates: the prologue applies RoPE to the query.
     """
@@ -92,6 +93,7 @@ class Agreement:
     query_dtype: QueryDtype
     padded_heads: int
     record: str
+    compressed_record: str | None
     norms: bool
     rotates: bool
 
@@ -155,10 +157,25 @@ def negotiate(
     if dtype not in taker.query_dtypes:
         raise refuse("query_dtype", " or ".join(taker.query_dtypes), dtype)
     padded = geometry.heads
-    if taker.head_counts and chosen != "pair":
+    if taker.head_counts:
         counts = [count for count in taker.head_counts if count >= geometry.heads]
         if not counts:
             raise refuse("heads", f"at most {taker.head_counts[-1]} heads a rank", geometry.heads)
         padded = counts[0]
+        if chosen == "pair" and padded != geometry.heads:
+            raise refuse("form", f"packed, which pads {geometry.heads} heads to {padded}", "pair, which pads none")
+    compressed = [candidate for candidate in taker.compressed_records if candidate in geometry.records.compressed]
+    if geometry.records.compressed and not compressed:
+        expected = f"a compressed cache of {' or '.join(taker.compressed_records)}"
+        raise refuse("record", expected, ", ".join(geometry.records.compressed))
     rotates = not taker.rotates and geometry.rope.dim > 0
-    return Agreement(taker, chosen, dtype, padded, stored, geometry.query_norm and not taker.rotates, rotates)
+    return Agreement(
+        backend=taker,
+        form=chosen,
+        query_dtype=dtype,
+        padded_heads=padded,
+        record=stored,
+        compressed_record=compressed[0] if compressed else None,
+        norms=geometry.query_norm and not taker.rotates,
+        rotates=rotates,
+    )

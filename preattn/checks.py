@@ -73,6 +73,12 @@ def rows(name: str, value: Tensor, *, inner: int = 1) -> None:
             )
 
 
+def apart(name: str, value: Tensor) -> None:
+    """Check that the rows of a tensor that is written, [T, heads, dims], do not overlap each other."""
+    if value.shape[0] > 1 and value.stride(0) < value.shape[1] * value.shape[2]:
+        raise ValueError(f"{name}: expected rows that do not overlap; got strides {value.stride()}")
+
+
 def aligned(name: str, value: Tensor) -> None:
     """Check that a tensor's first element lies at a multiple of 16 bytes (reads the pointer: not for tracing)."""
     if value.data_ptr() % 16:

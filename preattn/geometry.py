@@ -223,6 +223,7 @@ _MODELS = (
         rope=Rope(0),
         indexer=Indexer(heads=32, dim=128, pooled=True),
         eps=1e-5,
+        records=Records(latent=("bf16", "fp8"), index=("index_fp8",)),  # rows of 512: the others hold RoPE dims
     ),
     _v4(
         name="deepseek-v4-flash",

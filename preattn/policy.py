@@ -66,37 +66,20 @@ class Device:
     launch: dict[str, LaunchConfig] = field(default_factory=dict)
 
     def config(self, path: str, tokens: int) -> LaunchConfig:
-        """Launch configuration of a kernel path for a step of so many tokens; see :data:`DEFAULT_CONFIGS`."""
+        """Launch configuration of a kernel path for a step of so many tokens; what is not measured is as on an H200."""
         keys = (f"{path}_small", path) if tokens <= SMALL_STEP else (path,)
-        for known in (self.launch, DEFAULT_CONFIGS):
+        for known in (self.launch, device(DEFAULT_DEVICE).launch):
             for key in keys:
                 if key in known:
                     return known[key]
-        return LaunchConfig()
+        raise KeyError(path)
 
+
+DEFAULT_DEVICE = "NVIDIA H200"
+"""The device whose launch configurations serve where there are none."""
 
 SMALL_STEP = 512
 """Tokens up to which a path's ``_small`` configuration holds: latency counts there, not bandwidth."""
-
-DEFAULT_CONFIGS = {
-    "kv": LaunchConfig(rows=1, tokens=2, num_warps=1),
-    "copy": LaunchConfig(rows=2, tokens=4, num_warps=1),
-    "rows": LaunchConfig(rows=2, tokens=2, num_warps=1),
-    "norm_rows": LaunchConfig(rows=2, tokens=2, num_warps=1),
-    "in_place": LaunchConfig(rows=16, tokens=2, num_warps=1),
-    "dsa_query": LaunchConfig(rows=32, tokens=32, num_warps=2),
-    "dsa_query_copy": LaunchConfig(rows=4, tokens=32, num_warps=2),
-    "dsa_query_e4m3": LaunchConfig(rows=8, tokens=32, num_warps=4),
-    "dsa_norm_rope": LaunchConfig(rows=2, tokens=2, num_warps=4),
-    "dsa_absorb": LaunchConfig(rows=64, tokens=64, num_warps=4),
-    "kv_small": LaunchConfig(rows=1, tokens=1, num_warps=1),
-    "copy_small": LaunchConfig(rows=2, tokens=2, num_warps=2),
-    "rows_small": LaunchConfig(rows=2, tokens=1, num_warps=4),
-    "norm_rows_small": LaunchConfig(rows=2, tokens=1, num_warps=4),
-    "dsa_query_small": LaunchConfig(rows=32, tokens=16, num_warps=4),
-    "dsa_norm_rope_small": LaunchConfig(rows=1, tokens=1, num_warps=8),
-}
-"""Kernel paths and what they launch on devices that are not measured: what won on an H200."""
 
 
 def slug(name: str) -> str:
@@ -156,7 +139,8 @@ class Plan:
     """What a step will run.
 
     Attributes:
-        form: the launches.
+        form: the launches of a V4 prologue, of the query half of a DSA one.
+        absorb: DSA: how ``W_UK`` is absorbed, by ``torch.bmm`` or by the kernel that casts to e4m3 as it multiplies.
         agreement: what is handed to attention, and who reads it.
         reason: why this form, in a sentence.
         tokens: tokens of the step.
@@ -170,6 +154,7 @@ class Plan:
     tokens: int
     bytes: dict[str, int]
     expected_us: float | None
+    absorb: Literal["bmm", "kernel"] | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -177,17 +162,25 @@ class Plan:
         return sum(self.bytes.values())
 
 
-def v4_bytes(tokens: int, heads: int, padded_heads: int, record: Record, *, in_place: bool = False) -> dict[str, int]:
+def v4_bytes(
+    tokens: int,
+    heads: int,
+    padded_heads: int,
+    record: Record,
+    *,
+    in_place: bool = False,
+    fp8_query: bool = False,
+) -> dict[str, int]:
     """Bytes that a V4 prologue moves for ``tokens`` tokens, each counted once.
 
-    Activations of 2 bytes; float32 RoPE table; int64 slots and positions. ``in_place`` counts the rotated
-    dims alone.
+    Activations of 2 bytes, an e4m3 query of 1; float32 RoPE table; int64 slots and positions. ``in_place`` counts
+    the rotated dims alone.
     """
     row = 2 * 64 if in_place else 2 * 512
     written = heads if in_place else padded_heads
     return {
         "query read": tokens * (row * heads if padded_heads else 0),
-        "query written": tokens * row * written,
+        "query written": tokens * row * written // (2 if fp8_query else 1),
         "latent read": tokens * 2 * 512,
         "record written": tokens * record.bytes,
         "RoPE table, slots, positions": tokens * (64 * 4 + 16),
@@ -252,7 +245,7 @@ def choose(
     tokens: int,
     backend: str | None = None,
     record: str | None = None,
-    device_name: str = "NVIDIA H200",
+    device_name: str = DEFAULT_DEVICE,
     captured: bool = False,
 ) -> Plan:
     """Choose what a step of one layer's prologue runs.
@@ -272,12 +265,18 @@ def choose(
         raise ValueError(f"tokens: expected at least 0; got {tokens}")
     agreed = negotiate(geometry, backend or usual_backend(geometry), record=record)
     found = device(device_name)
+    absorb: Literal["bmm", "kernel"] | None = None
     if geometry.family == "v4":
         form, reason, moved = _choose_v4(geometry, agreed, tokens, found, captured)
     else:
-        form, reason, moved = _choose_dsa(geometry, agreed, tokens)
+        fp8 = agreed.query_dtype == "e4m3"
+        absorb = "kernel" if fp8 and found.measured and tokens >= ABSORB_KERNEL_TOKENS else "bmm"
+        form, (reason, moved) = Form.ONE_LAUNCH, _choose_dsa(geometry, agreed, tokens, absorb)
+        if not found.measured:
+            reason += "; this device is not measured"
     rate = found.copy_gbps
-    return Plan(form, agreed, reason, tokens, moved, sum(moved.values()) / rate / 1e3 if rate else None)
+    expected = sum(moved.values()) / rate / 1e3 if rate else None
+    return Plan(form, agreed, reason, tokens, moved, expected, absorb)
 
 
 def usual_backend(geometry: Geometry) -> str:
@@ -294,11 +293,12 @@ def _choose_v4(
     if padded == geometry.heads and not (agreed.norms or agreed.rotates):
         reason = f"attention takes {padded} heads as they are and rotates them itself: the query is left alone"
         return Form.KV_ONLY, reason, v4_bytes(tokens, geometry.heads, 0, kv_record)
-    if found.measured:
-        state = "in a graph" if captured else "eager"
-        reason = f"one launch is the fastest form measured at every token count, {state} too"
-    else:
+    if not found.measured:
         reason = "one launch by default: this device is not measured"
+    elif captured:
+        reason = "in a graph, one launch is the fastest form measured at every token count"
+    else:
+        reason = "one launch is the fastest form measured at every token count, and costs the host a launch less"
     return Form.ONE_LAUNCH, reason, v4_bytes(tokens, geometry.heads, padded, kv_record)
 
 
@@ -307,26 +307,26 @@ ABSORB_KERNEL_TOKENS = 1024
 ``torch.bmm`` and the cast of :func:`preattn.dsa.query`; below, it was not measured."""
 
 
-def _choose_dsa(geometry: Geometry, agreed: Agreement, tokens: int) -> tuple[Form, str, dict[str, int]]:
+def _choose_dsa(
+    geometry: Geometry, agreed: Agreement, tokens: int, absorb: Literal["bmm", "kernel"]
+) -> tuple[str, dict[str, int]]:
     rope_dim, indexer = geometry.rope.dim, geometry.indexer
     fp8 = agreed.query_dtype == "e4m3"
     index_heads = indexer.heads or 0 if indexer else 0
-    if agreed.form == "packed":
-        reason = "the absorb matmul fills the front of the packed query, RoPE its tail: nothing is concatenated"
-    else:
+    if agreed.form == "pair":
         reason = f"{agreed.backend.name} reads the latent and the rotated dims apart: nothing is packed"
-    if fp8 and tokens >= ABSORB_KERNEL_TOKENS:
-        reason += "; the absorb kernel casts to e4m3 as it multiplies"
+    elif absorb == "kernel":
+        reason = "the absorb kernel casts to e4m3 as it multiplies, straight into the packed query"
     elif fp8:
-        reason = (
-            f"bmm, then one pass that casts and packs: the absorb kernel pays from {ABSORB_KERNEL_TOKENS} tokens on"
-        )
+        reason = "bmm, then one pass casts and packs: the absorb kernel is not measured for so few tokens"
+    else:
+        reason = "the absorb matmul fills the front of the packed query, RoPE its tail: nothing is concatenated"
     query = dsa_query_bytes(
         tokens,
         geometry.heads,
         index_heads=index_heads,
         padded_heads=agreed.padded_heads,
-        copies=fp8 and tokens < ABSORB_KERNEL_TOKENS,
+        copies=fp8 and absorb == "bmm",
         fp8_query=fp8,
         rope_dim=rope_dim,
     )
@@ -340,4 +340,4 @@ def _choose_dsa(geometry: Geometry, agreed: Agreement, tokens: int) -> tuple[For
     )
     tables = "RoPE table, positions"
     norm["RoPE tables, slots, positions"] = norm.pop("RoPE table, slots, positions") + query.pop(tables)
-    return Form.ONE_LAUNCH, reason, norm | query
+    return reason, norm | query

@@ -1,7 +1,7 @@
 """Search of launch configurations: what is tried for each kernel path, its times, and the file that keeps the winners.
 
-A configuration changes speed and never bits (``tests`` runs candidates, and a search compares their bytes), so
-the search looks at time alone. One kernel path is one entry of ``configs/<device>.json``, with another for
+A configuration changes speed and never bits (``tests`` runs every candidate on a GPU), so the search looks at time
+alone. One kernel path is one entry of ``configs/<device>.json``, with another for
 small steps.
 """
 

@@ -67,7 +67,7 @@ def query_kv_insert(
             (head-major) the query is processed in place and the heads past H are not touched: their buffer
             holds zeros already.
         form: :class:`~preattn.policy.Form`: ``one_launch``, or ``two_launches`` (the KV half and the query half in
-            a launch each; same bits), or ``kv_only``.
+            a launch each; same bits), or ``kv_only`` (as ``padded_heads=0``).
 
     Returns:
         ``out``, or a new [T, P, 512] tensor ([T, 0, 512] for KV only).
@@ -89,11 +89,11 @@ def query_kv_insert(
             "whose attention kernel norms and rotates the query itself"
         )
     dtype = query.dtype if query_scale_inv is None else torch.float8_e4m3fn
-    padded = heads if padded_heads is None else padded_heads
-    out = _output(query, padded, dtype, out)
     if form not in policy.FORMS:
         raise ValueError(f"form: expected one of {', '.join(policy.FORMS)}; got {form!r}")
-    if padded == 0 or form == "kv_only":
+    padded = 0 if form == "kv_only" else heads if padded_heads is None else padded_heads
+    out = _output(query, padded, dtype, out)
+    if padded == 0:
         _kv_insert(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
     else:
         _query_kv_insert(
@@ -205,6 +205,7 @@ def _output(query: Tensor, padded: int, dtype: torch.dtype, out: Tensor | None) 
         return query.new_empty((query.shape[0], padded, HEAD_DIM), dtype=dtype)
     checks.tensor("out", out, (dtype,), (query.shape[0], padded, HEAD_DIM), query.device)
     checks.rows("out", out, inner=2)
+    checks.apart("out", out)
     return out
 
 

@@ -18,6 +18,7 @@ from . import dsa, formats, v4
 from .dispatch import hold, interpreting
 from .geometry import Geometry
 from .policy import SMALL_STEP, Form, Layout
+from .reference.numerics import Pairing
 
 Progress = Callable[[int, int], None]
 
@@ -32,6 +33,11 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     index_dtype: torch.dtype = torch.int64,
     table_dtype: torch.dtype | None = None,
+    norm_dtype: torch.dtype = torch.bfloat16,
+    index_record: str = "index_fp8",
+    index_block_size: int | None = None,
+    index_weights_dtype: torch.dtype = torch.float32,
+    rope_output: Pairing = "interleaved",
     device: torch.device | str = "cuda",
     progress: Progress | None = None,
 ) -> int:
@@ -46,6 +52,11 @@ def warmup(
         dtype: of activations (DSA: bf16).
         index_dtype: of slots and positions.
         table_dtype: of the RoPE table; what engines hand over when None (V4: float32, DSA: bf16).
+        norm_dtype: of the norm weights (DSA latents; V4's KV norm is compiled for float32 too).
+        index_record: DSA: record of the indexer's cache, with ``index_block_size`` tokens a page (``block_size`` when
+            None).
+        index_weights_dtype: DSA: of the indexer's head weights.
+        rope_output: DSA: order of rotated dims (see :func:`preattn.dsa.query`).
         device: where it will run.
         progress: called with (done, total) after each variant.
 
@@ -70,7 +81,21 @@ def warmup(
                 )
             else:
                 table = table_dtype or torch.bfloat16
-                calls = _dsa_calls(geometry, record, block_size, padded, index_dtype, table, device, tokens)
+                calls = _dsa_calls(
+                    geometry,
+                    record,
+                    block_size,
+                    padded,
+                    index_dtype,
+                    table,
+                    norm_dtype,
+                    index_record,
+                    index_block_size or block_size,
+                    index_weights_dtype,
+                    rope_output,
+                    device,
+                    tokens,
+                )
             for call in calls:
                 call()
     compiled = 0
@@ -126,10 +151,9 @@ def _v4_calls(
     for form in (Form.ONE_LAUNCH, Form.TWO_LAUNCHES):
         yield partial(v4.query_kv_insert, **arguments, form=form)
     if rotates:
-        buffer = _rows(tokens, padded, 512, dtype=dtype, device=device)
+        buffer = torch.zeros(tokens, padded, 512, dtype=dtype, device=device)
         in_place = {**arguments, "query": buffer[:, : geometry.heads], "out": buffer}
         yield partial(v4.query_kv_insert, **in_place)
-    if name == "fp8":
         yield partial(v4.query_kv_insert, **arguments, query_scale_inv=scale)
     yield partial(v4.pad_query, query, padded, layout=layout)
     for weight_dtype in (dtype, torch.float32):
@@ -144,6 +168,11 @@ def _dsa_calls(
     padded: int,
     index_dtype: torch.dtype,
     table_dtype: torch.dtype,
+    norm_dtype: torch.dtype,
+    index_record: str,
+    index_block_size: int,
+    index_weights_dtype: torch.dtype,
+    rope_output: Pairing,
     device: torch.device,
     tokens: int,
 ) -> Iterator[Callable[[], object]]:
@@ -157,13 +186,14 @@ def _dsa_calls(
     def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return _rows(tokens, *shape, dtype=dtype, device=device)
 
-    def cache(record: formats.Record) -> torch.Tensor:
-        pool = zeros(record.page_bytes(block_size) + 16, dtype=torch.uint8)
-        return formats.cache_view(pool, record, block_size=block_size, num_blocks=1)
+    def cache(record: formats.Record, page_tokens: int) -> torch.Tensor:
+        stride = -(-record.page_bytes(page_tokens) // formats.ALIGNMENT) * formats.ALIGNMENT
+        pool = zeros(stride, dtype=torch.uint8)
+        return formats.cache_view(pool, record, block_size=page_tokens, num_blocks=1, block_stride=stride)
 
     index, scale = zeros(tokens, dtype=index_dtype), torch.ones(1, device=device)
     table = zeros(1, 64, dtype=table_dtype)
-    step = {"positions": index, "rope_table": table if rope_dim else None}
+    step = {"positions": index, "rope_table": table if rope_dim else None, "rope_output": rope_output}
     indexer = geometry.indexer
     index_steps: list[dict[str, Any]] = [{}]
     index_queries: list[dict[str, Any]] = [{}]
@@ -175,7 +205,8 @@ def _dsa_calls(
                 "index_key": rows(indexer.dim),
                 "index_weight": zeros(indexer.dim, dtype=torch.float32),
                 "index_bias": zeros(indexer.dim, dtype=torch.float32),
-                "index_cache": cache(formats.record("index_fp8")),
+                "index_record": index_record,
+                "index_cache": cache(formats.record(index_record), index_block_size),
                 "top_k": zeros(tokens, indexer.top_k or 2048, dtype=torch.int32),
             }
         ]
@@ -183,7 +214,7 @@ def _dsa_calls(
             {
                 **shared,
                 "index_query": rows(indexer.heads, indexer.dim),
-                "index_weights": rows(indexer.heads, dtype=torch.float32),
+                "index_weights": rows(indexer.heads, dtype=index_weights_dtype),
             }
         ]
 
@@ -193,11 +224,11 @@ def _dsa_calls(
         "kv_latent": rows(512),
         "k_pe": rows(rope_dim),
         "record": name,
-        "q_weight": zeros(rank),
-        "kv_weight": zeros(512),
+        "q_weight": zeros(rank, dtype=norm_dtype),
+        "kv_weight": zeros(512, dtype=norm_dtype),
         "kv_scale": scale if name == "fp8" else None,
     }
-    kv_cache = cache(formats.record(name, 512 + rope_dim))
+    kv_cache = cache(formats.record(name, 512 + rope_dim), block_size)
     for indexed in index_steps:
         for stored in ({"cache": kv_cache, "slots": index}, {"cache": None, "slots": None}):
             caches = indexed if stored["slots"] is not None else {**indexed, "index_cache": None}
@@ -207,14 +238,13 @@ def _dsa_calls(
     q_pe, latent = rows(heads, rope_dim), rows(heads, 512)
     for indexed in index_queries:
         main = {**step, **indexed, "q_pe": q_pe}
-        for query_scale in (None, scale) if name == "fp8" else (None,):
+        for query_scale in (None, scale):
             dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
-            packed = rows(padded, 512 + rope_dim, dtype=dtype)
+            packed = zeros(tokens, padded, 512 + rope_dim, dtype=dtype)
             yield partial(dsa.query, **main, latent=None, out=packed, padded_heads=padded, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, padded_heads=padded, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, form="pair", query_scale=query_scale)
-    if name == "fp8":
-        q_nope, w_uk = rows(heads, geometry.nope_dim), zeros(heads, geometry.nope_dim, 512)
-        out = rows(padded, 512 + rope_dim, dtype=torch.float8_e4m3fn)
-        yield partial(dsa.absorb_query, q_nope, w_uk, query_scale=scale, out=out)
+    q_nope, w_uk = rows(heads, geometry.nope_dim), zeros(heads, geometry.nope_dim, 512)
+    out = zeros(tokens, padded, 512 + rope_dim, dtype=torch.float8_e4m3fn)
+    yield partial(dsa.absorb_query, q_nope, w_uk, query_scale=scale, out=out)

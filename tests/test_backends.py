@@ -16,8 +16,10 @@ def test_flashmla_sparse_takes_packed_heads_padded_to_what_it_is_compiled_for() 
     agreed = negotiate(V32.shard(8), "flashmla-sparse")
     assert (agreed.form, agreed.padded_heads, agreed.record, agreed.query_dtype) == ("packed", 64, "dsa_fp8", "bf16")
     assert agreed.rotates and not agreed.norms
-    pair = negotiate(V32.shard(8), "flashmla-sparse", form="pair")
-    assert (pair.form, pair.padded_heads) == ("pair", 16)
+    pair = negotiate(V32.shard(2), "flashmla-sparse", form="pair")
+    assert (pair.form, pair.padded_heads) == ("pair", 64)
+    with pytest.raises(ValueError, match=r"form: .* with flashmla-sparse: expected packed, which pads 16 heads to 64"):
+        negotiate(V32.shard(8), "flashmla-sparse", form="pair")
 
 
 @pytest.mark.parametrize("name", ["flashinfer-sparse-sm90", "flashattention-mla-sparse"])
@@ -50,7 +52,7 @@ def test_mega_attention_rotates_itself() -> None:
     agreed = negotiate(V41.shard(2), "flashmla-mega")
     assert (agreed.form, agreed.padded_heads, agreed.record) == ("chunk_interleaved", 64, "v41_mxfp8")
     assert not agreed.rotates and not agreed.norms
-    assert agreed.backend.compressed_records == ("v41_mxfp8", "v41_nvfp4")
+    assert agreed.compressed_record == "v41_mxfp8"
     with pytest.raises(
         ValueError, match=r"backend: deepseek-v4-flash with flashmla-mega: expected one that takes a normed query"
     ):
@@ -61,6 +63,12 @@ def test_v4_norms_and_rotates_before_attention() -> None:
     agreed = negotiate(V4.shard(4), "flashmla-v4")
     assert (agreed.form, agreed.padded_heads, agreed.record) == ("head_major", 64, "v4_fp8")
     assert agreed.norms and agreed.rotates
+
+
+def test_a_model_without_rope_has_no_record_with_rope_dims() -> None:
+    with pytest.raises(ValueError, match=r"record: glm-5-next with flashmla-sparse: expected bf16; got fp8"):
+        negotiate(geometry("glm-5-next"), "flashmla-sparse", record="fp8")
+    assert negotiate(geometry("glm-5-next"), "flashmla-sparse").record == "bf16"
 
 
 def test_a_model_without_rope_does_not_rotate() -> None:

@@ -39,7 +39,7 @@ INDEXERS = {
 RECORDS = {
     "deepseek-v3.2": DSA_RECORDS,
     "glm-5": DSA_RECORDS,
-    "glm-5-next": DSA_RECORDS,
+    "glm-5-next": Records(latent=("bf16", "fp8"), index=("index_fp8",)),
     "deepseek-v4-flash": V4_RECORDS,
     "deepseek-v4-pro": V4_RECORDS,
     "deepseek-v4.1-flash": V41_RECORDS,

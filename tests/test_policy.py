@@ -42,6 +42,9 @@ def test_whole_heads_leave_the_query_alone() -> None:
 def test_an_unmeasured_device_says_so() -> None:
     plan = policy.choose(V41.shard(2), tokens=8, device_name="NVIDIA B200")
     assert plan.form == Form.ONE_LAUNCH and "not measured" in plan.reason and plan.expected_us is None
+    shard = geometry("deepseek-v3.2").shard(8)
+    fp8 = policy.choose(shard, tokens=8192, backend="flashinfer-sparse-trtllm", record="fp8", device_name="NVIDIA B200")
+    assert fp8.absorb == "bmm" and fp8.reason.endswith("this device is not measured")
 
 
 def test_a_dsa_layer_packs_in_place_or_hands_over_the_pair() -> None:
@@ -59,10 +62,10 @@ def test_an_e4m3_query_is_absorbed_where_that_was_measured_faster() -> None:
     shard = geometry("deepseek-v3.2").shard(8)
     arguments = {"backend": "flashinfer-sparse-trtllm", "record": "fp8"}
     large = policy.choose(shard, tokens=1024, **arguments)  # type: ignore[arg-type]
-    assert "the absorb kernel casts to e4m3" in large.reason
+    assert large.absorb == "kernel" and "the absorb kernel casts to e4m3" in large.reason
     assert large.bytes["query written"] == 1024 * 16 * 64
     small = policy.choose(shard, tokens=64, **arguments)  # type: ignore[arg-type]
-    assert small.reason.startswith("bmm, then one pass")
+    assert small.absorb == "bmm" and small.reason.startswith("bmm, then one pass")
     assert small.bytes["query written"] == 64 * 16 * 576
 
 
@@ -97,5 +100,6 @@ def test_small_steps_have_configurations_of_their_own() -> None:
     device = policy.Device("x", launch={"copy": large, "copy_small": small})
     assert device.config("copy", policy.SMALL_STEP) == small
     assert device.config("copy", policy.SMALL_STEP + 1) == large
-    assert device.config("rows", 1) == policy.DEFAULT_CONFIGS["rows_small"]
-    assert device.config("nothing", 1) == policy.LaunchConfig()
+    assert device.config("rows", 1) == policy.device("NVIDIA H200").launch["rows_small"]
+    with pytest.raises(KeyError, match="nothing"):
+        device.config("nothing", 1)

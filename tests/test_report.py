@@ -76,8 +76,8 @@ def test_a_table(tmp_path: Path) -> None:
         "<!-- results:example -->\n"
         "| tokens | heads | old | one | ratio | copy |\n"
         "|---:|---:|---:|---:|---:|---:|\n"
-        "| 1,024 | 8 | 100.0 | 25.0 | **4.00×** | 95% |\n"
-        "| 2,048 | 8 | – | 5,000.0 | – | 95% |\n"
+        "| 1,024 | 8 | 100.0 | 25.0 | **4.00×** | 95.4% |\n"
+        "| 2,048 | 8 | – | 5,000.0 | – | 95.4% |\n"
         "\n"
         "Median microseconds; NVIDIA Abacus, preattn 0123456789, 2026-11-30.\n"
         "<!-- /results -->\n"
@@ -100,7 +100,7 @@ def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
 def test_columns_and_lines_without_numbers_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, [row("one", 2048, 25.0), row("one", 1024, 9.0, cache="warm")], vllm=None)
     lines = filled(tmp_path).splitlines()[2:6]
-    assert lines[:3] == ["| tokens | heads | one | copy |", "|---:|---:|---:|---:|", "| 2,048 | 8 | 25.0 | 95% |"]
+    assert lines[:3] == ["| tokens | heads | one | copy |", "|---:|---:|---:|---:|", "| 2,048 | 8 | 25.0 | 95.4% |"]
     assert "| 3.9.0 | – | 0123456789 |" in filled(tmp_path)
 
 
@@ -111,9 +111,9 @@ def test_nothing_measured(tmp_path: Path) -> None:
 def test_ratios_are_of_one_run(tmp_path: Path) -> None:
     write(tmp_path, [row("old", 1024, 100.0), row("one", 1024, 25.0)], "a.json", date="2026-01-01")
     write(tmp_path, [row("one", 1024, 20.0)], "b.json", date="2026-02-01")
-    assert "| 1,024 | 8 | 20.0 | 95% |" in filled(tmp_path)
+    assert "| 1,024 | 8 | 20.0 | 95.4% |" in filled(tmp_path)
     write(tmp_path, [row("other", 1024, 20.0)], "c.json", date="2026-03-01")  # nothing for this table
-    assert "| 1,024 | 8 | 20.0 | 95% |" in filled(tmp_path)
+    assert "| 1,024 | 8 | 20.0 | 95.4% |" in filled(tmp_path)
 
 
 def test_every_device_has_its_table(tmp_path: Path) -> None:

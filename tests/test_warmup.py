@@ -72,3 +72,49 @@ def test_no_dsa_call_compiles_after_warmup(name: str, tp: int, record: str, devi
         for case in (query, norm):
             case.build(tokens, device).run()
     assert launch.compilations() == compiled
+
+
+def test_options_of_a_deployment_are_warmed_too(device: str) -> None:
+    shard = geometry("deepseek-v3.2").shard(8)
+    warmup(
+        shard,
+        "bf16",
+        block_size=16,
+        norm_dtype=torch.float32,
+        index_record="index_fp8_ue8m0",
+        index_block_size=64,
+        index_weights_dtype=torch.bfloat16,
+        rope_output="half_split",
+        index_dtype=torch.int32,
+        table_dtype=torch.float32,
+        device=device,
+    )
+    compiled = launch.compilations()
+    NormRopeCase(
+        record="bf16",
+        block_size=16,
+        index_block_size=64,
+        index_record="index_fp8_ue8m0",
+        rope_output="half_split",
+        weights_dtype=torch.float32,
+        index_dtype=torch.int32,
+        table_dtype=torch.float32,
+    ).build(3, device).run()
+    for fp8_query in (False, True):
+        DsaQueryCase(
+            16,
+            index_heads=64,
+            padded_heads=64,
+            latent="transposed",
+            fp8_query=fp8_query,
+            rope_output="half_split",
+            weights_dtype=torch.bfloat16,
+            index_dtype=torch.int32,
+            table_dtype=torch.float32,
+        ).build(3, device).run()
+    assert launch.compilations() == compiled
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-pro", "glm-5-next"])
+def test_every_preset_warms_by_default(name: str, device: str) -> None:
+    warmup(geometry(name).shard(8), device=device)

@@ -25,6 +25,8 @@ class Vllm:
     ops: Any
     kernels: Any
     version: str
+    switches_pdl: bool = False
+    """Programmatic launch can be switched for a call; an installed engine decides for itself."""
 
 
 def load(folder: Path | None) -> Vllm | None:
@@ -38,7 +40,8 @@ def load(folder: Path | None) -> Vllm | None:
             raise FileNotFoundError(f"{folder / 'vllm_peer.py'}: no such file")
         sys.path.insert(0, str(folder))
         ops, kernels = importlib.import_module("vllm_peer").load()
-        return Vllm(ops, kernels, "0.33.0")
+        version = getattr(sys.modules["vllm_peer"], "VERSION", "0.33.0")  # of whose parts a folder without one is made
+        return Vllm(ops, kernels, version, switches_pdl=True)
     try:
         vllm = importlib.import_module("vllm")
         importlib.import_module("vllm._custom_ops")

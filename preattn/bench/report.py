@@ -71,9 +71,14 @@ class Results:
     rows: tuple[Row, ...]
 
     def find(self, case: str, arm: str, tokens: int, cache: Clock) -> Row | None:
-        """The row of an arm, None where it was not measured."""
+        """The row of an arm, None where it was not measured. Sweeps time our arm again, beside other ones."""
         for row in self.rows:
-            if (row.case, row.arm, row.tokens, row.cache) == (case, arm, tokens, cache):
+            if not row.suite.startswith("sweep") and (row.case, row.arm, row.tokens, row.cache) == (
+                case,
+                arm,
+                tokens,
+                cache,
+            ):
                 return row
         return None
 
@@ -209,7 +214,7 @@ class Share:
     def text(self, results: Results, key: Key) -> str | None:
         """See :class:`Cell`."""
         row = self.source.find(results, key)
-        return None if row is None else f"{row.share_of_copy:.0%}"
+        return None if row is None else f"{row.share_of_copy:.1%}"
 
 
 @dataclass(frozen=True)
@@ -271,12 +276,14 @@ _QUERY = "dsa_query/packed/{heads}of{heads}/32_half_split/in_place"
 _FP8_QUERY = "dsa_query/packed/{heads}of{heads}/32_half_split/transposed/fp8_query"
 _ABSORBED = "dsa_absorb/{heads}of{heads}/128/fp8_query"
 _NORMS = "dsa_norm_rope/2048/dsa_fp8/index_fp8_half_split"
+_BF16_NORMS = "dsa_norm_rope/1536/bf16/index_fp8_half_split"
 _CAT = Source(_QUERY, "vllm_cat")
 
 TABLES = (
     Table("upstream", (_TOKENS,), _lines(_V4_STEPS, [(32, 64)]), _against(_INTERLEAVED, _PADDED)),
     Table("shards", (_HEADS,), _lines([16384], _SHARDS), _against(_INTERLEAVED, _PADDED)),
     Table("graph", (_TOKENS,), _lines(_SMALL, [(32, 64)]), _against(_INTERLEAVED, _PADDED, "warm")),
+    Table("graph_normed", (_TOKENS,), _lines(_SMALL, [(16, 64)]), _against(_NORMED, _PADDED, "warm")),
     Table(
         "rotated",
         (_TOKENS,),
@@ -319,9 +326,26 @@ TABLES = (
         _lines((1024, 4096, 16384), [(16, 16), (64, 64), (128, 128)]),
         _against(_ABSORBED, {"bmm and pack": "bmm_then_pack"}, "cold", "absorbed")[:-1],
     ),
-    Table("dsa_norms", (_TOKENS,), _lines((64, 1024, 16384)), _against(_NORMS, _PDL)),
+    Table(
+        "dsa_norms",
+        (("case", "{what}"), _TOKENS),
+        (
+            *_lines((64, 1024, 16384), case=_NORMS, what="rank 2048, 656-byte record"),
+            *_lines((64, 1024, 16384), case=_BF16_NORMS, what="rank 1536, bf16 record"),
+        ),
+        _against("{case}", _PDL),
+    ),
     Table("dsa_graph", (_ALL_HEADS, _TOKENS), _lines(_SMALL, [(16, 16), (128, 128)]), _against(_QUERY, _PDL, "warm")),
     Table("dsa_norms_graph", (_TOKENS,), _lines(_SMALL), _against(_NORMS, _PDL, "warm")),
+    Table(
+        "dsa_host",
+        (("op", "{what}"),),
+        (
+            *_lines([16], case=_QUERY.format(heads=16), what="query, 16 heads"),
+            *_lines([16], case=_NORMS, what="norms and inserts"),
+        ),
+        _against("{case}", _PDL, "host"),
+    ),
 )
 """Every table of the README. A new one is a line here and a pair of markers there."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ import preattn
 from .. import dsa, tuning
 from ..cases.base import Call, Case, rope_table
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
-from ..cases.v4 import V4Case
+from ..cases.v4 import KvCase, PadCase, V4Case
 from ..policy import Form, slug
 from . import peers, timing
 from .timing import Times
@@ -66,7 +67,12 @@ _IN_PLACE = V4Case(32, 64, layout="head_major", rope=True, in_place=True)
 _SHARDS = ((8, 64), (16, 64), (20, 64), (24, 64), (40, 64), (48, 64), (64, 128))
 
 _QUERIES = tuple([DsaQueryCase(heads) for heads in (8, 16, 32, 64, 128)])
-_FP8_QUERIES = tuple([DsaQueryCase(heads, latent="transposed", fp8_query=True) for heads in (16, 128)])
+_FP8_QUERIES = tuple([DsaQueryCase(heads, latent="transposed", fp8_query=True) for heads in (8, 16, 32, 64, 128)])
+_OTHER_QUERIES = (
+    DsaQueryCase(16, latent="transposed", padded_heads=64),
+    DsaQueryCase(64, form="pair", latent="transposed"),
+    DsaQueryCase(64, index_pairing="interleaved"),
+)
 _ABSORBED = (
     AbsorbCase(16),
     AbsorbCase(64),
@@ -80,15 +86,18 @@ SUITES: tuple[Suite, ...] = (
     Suite("pad", "v4", (_PAD,), (512, 1024, 2048, 4096, 8192, 16384), ("cold", "warm")),
     Suite("shards", "v4", tuple([V4Case(heads, padded) for heads, padded in _SHARDS]), (4096, 16384)),
     Suite("head_major", "v4", (_ROTATE, _IN_PLACE, _V4_SHARD, _V4_NORM), (1024, 4096, 16384)),
+    Suite("pad_alone", "v4", tuple([PadCase(heads, padded) for heads, padded in _SHARDS]), (16384,)),
+    Suite("kv_norm", "v4", (KvCase(), KvCase("v4_fp8")), (1024, 16384)),
     Suite("kv_only", "v4", (V4Case(64, 0), V4Case(64, 0, record="v4_fp8", layout="head_major")), (1024, 16384)),
     Suite("graph", "v4", (_PAD, _V4_SHARD, V4Case(64, 0)), (1, 8, 64, 256), ("warm",)),
     Suite("sweep_copy", "v4", (tuning.PATHS["copy"],), (16384,), sweep="copy"),
     Suite("sweep_norm_rows", "v4", (tuning.PATHS["norm_rows"],), (16384,), sweep="norm_rows"),
     Suite("sweep_dsa_query", "dsa", (tuning.PATHS["dsa_query"],), (16384,), sweep="dsa_query"),
     Suite("dsa_query", "dsa", _QUERIES, (64, 256, 1024, 4096, 16384, 65536)),
-    Suite("dsa_fp8_query", "dsa", _FP8_QUERIES, (1024, 16384)),
-    Suite("dsa_absorb", "dsa", _ABSORBED, (1024, 4096, 16384)),
-    Suite("dsa_norm_rope", "dsa", _NORMS, (64, 1024, 16384)),
+    Suite("dsa_fp8_query", "dsa", _FP8_QUERIES, (64, 1024, 16384)),
+    Suite("dsa_other_queries", "dsa", _OTHER_QUERIES, (1024, 16384)),
+    Suite("dsa_absorb", "dsa", _ABSORBED, (1, 64, 256, 1024, 4096, 16384)),
+    Suite("dsa_norm_rope", "dsa", _NORMS, (64, 1024, 16384, 65536)),
     Suite("dsa_graph", "dsa", (DsaQueryCase(16), DsaQueryCase(128), _NORMS[0]), (1, 8, 64, 256), ("warm",)),
     Suite("dsa_host", "dsa", (DsaQueryCase(16), _NORMS[0]), (16,), ("host",)),
     Suite("host", "v4", (_PAD, _V4_SHARD), (16,), ("host",)),
@@ -124,7 +133,9 @@ def _dsa_query_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
     arguments = call.arguments
     arms: dict[str, Arm] = {"preattn": lambda: call.function(**arguments)}
     if vllm is not None:
-        forms: dict[str, dict[str, bool]] = {"vllm": {}, "vllm_pdl": {"pdl": True}}
+        forms: dict[str, dict[str, bool]] = {"vllm": {}}
+        if vllm.switches_pdl:
+            forms["vllm_pdl"] = {"pdl": True}
         if arguments["query_scale"] is None:
             forms["vllm_cat"] = {"concatenate": True}
         for name, options in forms.items():
@@ -160,7 +171,7 @@ def _absorb_arms(case: AbsorbCase, call: Call) -> dict[str, Arm]:
 def _norm_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
     arms: dict[str, Arm] = {"preattn": lambda: call.function(**call.arguments).q_latent}
     if vllm is not None:
-        for name, pdl in (("vllm", False), ("vllm_pdl", True)):
+        for name, pdl in (("vllm", False), ("vllm_pdl", True)) if vllm.switches_pdl else (("vllm", False),):
             if (peer := peers.dsa_norm_rope(vllm, call, pdl=pdl)) is not None:
                 arms[name] = peer
     return arms
@@ -174,6 +185,9 @@ def arms_of(case: Case, call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
     """The arms of a case by name; ``preattn`` first."""
     if isinstance(case, V4Case):
         return _v4_arms(case, call, vllm)
+    if isinstance(case, PadCase | KvCase):
+        arguments = {**call.arguments, "out": None} if isinstance(case, PadCase) else call.arguments
+        return {"preattn": lambda: call.function(**arguments)}
     if isinstance(case, DsaQueryCase):
         return _dsa_query_arms(call, vllm)
     if isinstance(case, AbsorbCase):
@@ -195,15 +209,19 @@ def check(case: Case, call: Call, arms: dict[str, Arm], tokens: int) -> None:
         if not torch.equal(want, written[name]):
             raise CheckFailed(f"{case.name}, {small} tokens: {name} differs from the reference")
     before = {name: tensor.clone() for name, tensor in call.memory.items()}
-    pools = [tensor for name, tensor in call.memory.items() if "pool" in name]
+    shared = {name: tensor for name, tensor in call.memory.items() if name != "out"}
     seen: dict[str, dict[str, torch.Tensor]] = {}
     for arm, function in arms.items():
         for name, tensor in call.memory.items():  # an op in place starts from the same bytes in every arm
             tensor.copy_(before[name])
-        seen[arm] = _results(call, function(), [pool.clone() for pool in pools])
+        returned = _results(function())
+        seen[arm] = {name: tensor.clone() for name, tensor in shared.items()} | returned
+    ours = seen["preattn"]
     for arm, results in seen.items():
+        if not results or not results.keys() <= ours.keys():
+            raise CheckFailed(f"{case.name}, {tokens} tokens: {arm} wrote {sorted(results)}, we {sorted(ours)}")
         for name, tensor in results.items():
-            if not _agrees(seen["preattn"].get(name, tensor), tensor, norm=arm.startswith("vllm") and _norms(case)):
+            if not _agrees(ours[name], tensor, norm=arm.startswith("vllm") and _norms(case)):
                 raise CheckFailed(f"{case.name}, {tokens} tokens: the {name} that {arm} wrote differs from ours")
 
 
@@ -211,9 +229,9 @@ def _norms(case: Case) -> bool:
     return isinstance(case, NormRopeCase) or bool(getattr(case, "norm", False))
 
 
-def _results(call: Call, result: Any, pools: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What an arm wrote, under names that all arms of a case share."""
-    named = {f"cache {index}": pool for index, pool in enumerate(pools)}
+def _results(result: Any) -> dict[str, torch.Tensor]:
+    """What an arm returned, under names that all arms of a case share."""
+    named: dict[str, torch.Tensor] = {}
     if isinstance(result, dsa.Query):
         result = (result.query, result.index_query, result.index_weights)
     if isinstance(result, tuple):
@@ -230,7 +248,7 @@ def _results(call: Call, result: Any, pools: list[torch.Tensor]) -> dict[str, to
 def _agrees(ours: torch.Tensor, theirs: torch.Tensor, *, norm: bool) -> bool:
     if not norm:
         return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-    if ours.dtype == torch.uint8:  # codes of normed values: rounding may flip one in some thousands
+    if ours.dtype in (torch.uint8, torch.int32):  # codes of normed values: rounding may flip one in some thousands
         return int((ours != theirs).count_nonzero()) <= 1e-3 * ours.numel()
     # Another order of the norm's sum: one bf16 step, and where RoPE cancels, its float32 rounding.
     return bool(((theirs - ours).abs_() <= ours.abs() * 2**-7 + 2**-16).all())
@@ -272,14 +290,12 @@ def measure(suite: Suite, vllm: peers.Vllm | None, wanted: tuple[str, ...] | Non
 
 def header(vllm: peers.Vllm | None) -> dict[str, Any]:
     """What the figures were taken with."""
-    import triton
-
     index = torch.cuda.current_device()
     return {
         "device": torch.cuda.get_device_name(index),
         "driver": _driver(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": importlib.metadata.version("triton"),
         "python": platform.python_version(),
         "preattn": preattn.__version__,
         "commit": os.environ.get("PREATTN_COMMIT") or _commit(),

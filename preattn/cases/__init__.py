@@ -12,4 +12,11 @@ from .base import CANARY, Call, Case
 
 __all__ = ["CANARY", "CASES", "Call", "Case"]
 
-CASES: tuple[Case, ...] = (*v4.CASES, *dsa.QUERY_CASES, *dsa.ABSORB_CASES, *dsa.NORM_ROPE_CASES)
+CASES: tuple[Case, ...] = (
+    *v4.QUERY_CASES,
+    *v4.PAD_CASES,
+    *v4.KV_CASES,
+    *dsa.QUERY_CASES,
+    *dsa.ABSORB_CASES,
+    *dsa.NORM_ROPE_CASES,
+)

@@ -106,13 +106,73 @@ class V4Case:
     def moved(self, tokens: int) -> int:
         """Bytes a call moves."""
         record = formats.record(self.record, 512)
-        parts = v4_bytes(tokens, self.heads, self.padded_heads, record, in_place=self.in_place and not self.norm)
+        parts = v4_bytes(
+            tokens,
+            self.heads,
+            self.padded_heads,
+            record,
+            in_place=self.in_place and not self.norm,
+            fp8_query=self.fp8_query,
+        )
         return sum(parts.values())
+
+
+@dataclass(frozen=True)
+class PadCase:
+    """A use of :func:`preattn.v4.pad_query`."""
+
+    heads: int
+    padded_heads: int
+    layout: Layout = "chunk_interleaved"
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        """For example ``v4_pad/chunk_interleaved/32of64``."""
+        half = ["fp16"] if self.dtype == torch.float16 else []
+        return "/".join(["v4_pad", self.layout, f"{self.heads}of{self.padded_heads}", *half])
+
+    def build(self, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Call:
+        """See :class:`Case`."""
+        out = poisoned(tokens, self.padded_heads, 512, dtype=self.dtype, device=device)
+        arguments = {
+            "query": activations(tokens, self.heads, 512, dtype=self.dtype, seed=seed, device=device),
+            "padded_heads": self.padded_heads,
+            "layout": self.layout,
+            "out": out,
+        }
+        return Call(v4.pad_query, arguments, {"out": out}, self.moved(tokens))
+
+    def moved(self, tokens: int) -> int:
+        """Bytes a call moves."""
+        return tokens * 1024 * (self.heads + self.padded_heads)
+
+
+@dataclass(frozen=True)
+class KvCase:
+    """A use of :func:`preattn.v4.kv_insert` with its own norm."""
+
+    record: str = "v41_mxfp8"
+    weight_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        """For example ``v4_kv/v41_mxfp8/norm``."""
+        weight = ["float32_weight"] if self.weight_dtype == torch.float32 else []
+        return "/".join(["v4_kv", self.record, "norm", *weight])
+
+    def build(self, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Call:
+        """See :class:`Case`."""
+        call = V4Case(64, 0, record=self.record, layout="head_major").build(tokens, device, seed)
+        names = ("kv", "cache", "slots", "positions", "rope_table", "record", "kv_scale")
+        weight = activations(512, dtype=self.weight_dtype, seed=seed + 5, device=device)
+        arguments = {name: call.arguments[name] for name in names}
+        return Call(v4.kv_insert, {**arguments, "norm_weight": weight, "norm_eps": 1e-5}, call.memory, call.moved)
 
 
 _V41_SHARDS = ((8, 64), (16, 64), (20, 64), (24, 64), (32, 64), (40, 64), (48, 64), (64, 128))
 
-CASES: tuple[V4Case, ...] = (
+QUERY_CASES: tuple[V4Case, ...] = (
     *[V4Case(heads, padded) for heads, padded in _V41_SHARDS],
     V4Case(32, 64, form=Form.TWO_LAUNCHES),
     V4Case(64, 0),
@@ -138,4 +198,17 @@ CASES: tuple[V4Case, ...] = (
     V4Case(64, 0, record="v4_fp8", layout="head_major"),
     V4Case(64, 0, record="bf16", layout="head_major"),
     V4Case(64, 0, record="fp8", layout="head_major"),
+)
+
+PAD_CASES: tuple[PadCase, ...] = (
+    *[PadCase(heads, padded) for heads, padded in _V41_SHARDS],
+    PadCase(24, 64, layout="head_major"),
+    PadCase(32, 64, dtype=torch.float16),
+)
+
+KV_CASES: tuple[KvCase, ...] = (
+    KvCase(),
+    KvCase("v4_fp8", torch.float32),
+    KvCase("bf16"),
+    KvCase("fp8", torch.float32),
 )

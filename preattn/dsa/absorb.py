@@ -66,6 +66,7 @@ def absorb_query(
                 f"got {list(out.shape)}"
             )
         checks.rows("out", out, inner=2)
+        checks.apart("out", out)
     _absorb(q_nope, w_uk, query_scale, out)
     return out
 

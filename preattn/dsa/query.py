@@ -124,6 +124,7 @@ def query(
         else:
             checks.tensor("out", out, (dtype,), (tokens, padded, LATENT_DIM + rope_dim), device)
             checks.rows("out", out, inner=2)
+            checks.apart("out", out)
     else:
         if padded_heads is not None or out is not None:
             name = "out" if padded_heads is None else "padded_heads"

@@ -72,7 +72,8 @@ class Kernel:
             elif torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"{self.name} is not compiled for {dtypes}, {constants}, and a stream under CUDA graph "
-                    "capture may not compile: call preattn.warmup(...) for this geometry and record first"
+                    "capture may not compile: call preattn.warmup(...) with this geometry, record and these dtypes and "
+                    "options first"
                 )
             else:
                 with _on(index):
