@@ -4,6 +4,7 @@ from . import dsa, v4
 from .backends import negotiate
 from .formats import Record, cache_view, record
 from .geometry import Geometry
+from .layers import DsaPrologue, IndexerParts, V4Prologue
 from .policy import Form, LaunchConfig, Plan, choose
 from .warmup import warmup
 from .workspace import QueryWorkspace, project_query
@@ -11,12 +12,15 @@ from .workspace import QueryWorkspace, project_query
 __version__ = "0.1.0"
 
 __all__ = [
+    "DsaPrologue",
     "Form",
     "Geometry",
+    "IndexerParts",
     "LaunchConfig",
     "Plan",
     "QueryWorkspace",
     "Record",
+    "V4Prologue",
     "cache_view",
     "choose",
     "dsa",

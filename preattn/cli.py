@@ -245,7 +245,7 @@ def demo() -> None:
     runners, skipped = _runners()
     gpu = _has_gpu()
     _say(f"[bold]preattn on {escape(_machine())}[/bold]")
-    if not gpu:
+    if any(runner.label == "interpreter" for runner in runners):
         _say(
             "Kernels run in Triton's interpreter and the reference in plain torch: the bytes are those of a GPU, "
             "the times say nothing about one."

@@ -18,16 +18,17 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import formats, policy, v4
-from .cases.base import CANARY, Call, as_bytes, poisoned
+from ..cases.base import Call, as_bytes
+from . import dsa, v4
+from .memory import Recorded
 
-RECORDED = Path(__file__).with_name("recorded")
+RECORDED = Path(__file__).parents[1] / "recorded"
 """The folder that comes with the package."""
 
 FAMILIES = ("v4", "dsa")
@@ -38,8 +39,6 @@ MEMBER_BYTES = 256 << 20
 """Most bytes of an array."""
 FILE_BYTES = 1 << 30
 """Most bytes of all arrays of a file, uncompressed."""
-GUARD = 256
-"""Canary bytes before and behind every cache."""
 
 NORM_FLIPS = 2.0**-11
 """Largest share of a norm's outputs that may be one bf16 ulp off, because the recorder summed in another order.
@@ -62,17 +61,6 @@ moves a result by more than an ulp only where it is shorter than 2**-14 of its p
 _DTYPES = tuple(np.dtype(name) for name in ("uint8", "uint16", "int32", "int64", "float32"))
 _UNFITTING = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error)
-
-
-class Recorded(NamedTuple):
-    """A recorded case, ready to run: the call, what it has to write, and which of that went through a norm.
-
-    ``expected`` has a tensor for each buffer or result of :meth:`Call.run`, or its SHA-256 in hex.
-    """
-
-    call: Call
-    expected: dict[str, Tensor | str]
-    norms: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -295,113 +283,7 @@ def read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray[
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-# -- from a manifest to a call ----------------------------------------------------------------------------------
-
-_V4_RECORDS = {"v4_query_kv_bf16": "bf16", "v4_query_kv_fp8": "fp8"}
-_MOST_HEADS = 1024
-
-
-def _v4_recorded(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
-    op = entry["op"]
-    if op not in ("v4_query_kv", "kv_insert", *_V4_RECORDS):
-        raise ValueError(f"op: expected an op of the V4 prologue; got {op!r}")
-    record = formats.record(str(_V4_RECORDS.get(op) or entry["record"]), v4.HEAD_DIM)
-    pool, cache, expected_pool = guarded_cache(
-        arrays["cache_out"], record, _whole(entry, "block_size", 1, 1 << 20), entry["cache_fill"]
-    )
-    kv, positions, table = arrays["kv"], arrays["positions"], arrays["rope_table"]
-    check_positions(positions, table)
-    arguments: dict[str, Any] = {
-        "kv": kv,
-        "cache": cache,
-        "slots": arrays["slots"],
-        "positions": positions,
-        "rope_table": table,
-        "record": record.name,
-        "kv_scale": arrays.get("kv_scale"),
-    }
-    memory = {"pool": pool}
-    expected: dict[str, Tensor | str] = {"pool": expected_pool}
-    if op == "kv_insert":
-        return Recorded(Call(v4.kv_insert, arguments, memory, _v4_moved(kv, 0, 0, record)), expected, frozenset())
-    query = arrays["q"]
-    padded = _whole(entry, "padded_heads", 0, _MOST_HEADS) if "padded_heads" in entry else query.shape[1]
-    scale_inv = arrays.get("q_scale_inv")
-    out = None
-    if padded:
-        dtype = query.dtype if scale_inv is None else torch.float8_e4m3fn
-        out = poisoned(query.shape[0], padded, v4.HEAD_DIM, dtype=dtype, device=query.device)
-        memory["out"] = out
-        expected["out"] = arrays["q_out"] if "q_out" in arrays else entry["q_out_sha256"]
-    norm = bool(entry["q_norm"])
-    arguments |= {
-        "query": query,
-        "query_rope": bool(entry.get("q_rope", True)),
-        "query_norm_eps": float(entry["eps"]) if norm else None,
-        "padded_heads": padded,
-        "layout": "chunk_interleaved" if entry.get("interleaved") else "head_major",
-        "query_scale_inv": scale_inv,
-        "out": out,
-    }
-    moved = _v4_moved(kv, query.shape[1], padded, record)
-    return Recorded(
-        Call(v4.query_kv_insert, arguments, memory, moved), expected, frozenset({"out"} if norm and padded else ())
-    )
-
-
-def _v4_moved(kv: Tensor, heads: int, padded: int, record: formats.Record) -> int:
-    return sum(policy.v4_bytes(kv.shape[0], heads, padded, record).values())
-
-
-def guarded_cache(
-    recorded: Tensor, record: formats.Record, block_size: int, fill: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh memory for a recorded cache, with :data:`GUARD` canary bytes on both sides.
-
-    Args:
-        recorded: [blocks, ...] as it was after the call; its first stride is the page stride.
-        record: what it holds.
-        block_size: tokens per page.
-        fill: what every element held before the call.
-
-    Returns:
-        The pool as bytes, the cache view of it, and the bytes that the pool has to hold after the call.
-    """
-    if recorded.dim() < 2 or not recorded.numel():
-        raise ValueError(f"cache_out: expected pages; got shape {list(recorded.shape)}")
-    if not isinstance(fill, int | float) or not 0 <= fill <= 255:
-        raise ValueError(f"cache_fill: expected a number from 0 to 255; got {fill!r}")
-    wanted = torch.nn.functional.pad(as_bytes(recorded), (GUARD, GUARD), value=CANARY).to(recorded.device)
-    pool = torch.full_like(wanted, CANARY)
-    pool[GUARD:-GUARD] = torch.full_like(recorded, fill).flatten().view(torch.uint8)
-    stride = recorded[0].numel() * recorded.element_size()
-    cache = formats.cache_view(
-        pool, record, block_size=block_size, num_blocks=recorded.shape[0], block_stride=stride, offset=GUARD
-    )
-    return pool, cache, wanted
-
-
-def check_positions(positions: Tensor, table: Tensor) -> None:
-    """Raise where a position is not in the RoPE table: ops do not look at values."""
-    least, most = (int(positions.min()), int(positions.max())) if positions.numel() else (0, 0)
-    if least < 0 or most >= len(table):
-        raise ValueError(f"positions: expected 0 to {len(table) - 1}; got {least} to {most}")
-
-
-def _whole(entry: Mapping[str, Any], key: str, least: int, most: int) -> int:
-    value = entry[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{key}: expected {least} to {most}; got {value!r}")
-    return value
-
-
-def _dsa_recorded(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
-    from .cases import recorded_dsa
-
-    return Recorded(*recorded_dsa.recorded(arrays, entry))
-
-
 _ADAPTERS: dict[str, Callable[[Mapping[str, Tensor], Mapping[str, Any]], Recorded]] = {
-    "v4": _v4_recorded,
-    "dsa": _dsa_recorded,
+    "v4": v4.recorded,
+    "dsa": dsa.recorded,
 }

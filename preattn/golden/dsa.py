@@ -9,24 +9,19 @@ import torch
 from torch import Tensor
 
 from .. import dsa, formats
+from ..cases.base import CANARY, Call, poisoned
 from ..policy import dsa_norm_rope_bytes, dsa_query_bytes
-from .base import CANARY, Call, poisoned
+from .memory import Recorded, check_positions, guarded_cache
 
 _RECORDS = {"auto": "bf16", "fp8": "fp8", "fp8_ds_mla": "dsa_fp8"}
 
 
-def recorded(
-    arrays: Mapping[str, Tensor], entry: Mapping[str, Any]
-) -> tuple[Call, dict[str, Tensor | str], frozenset[str]]:
-    """The call of a manifest's entry with fresh memory, what it has to write, and which outputs a norm rounds.
-
-    ``arrays`` lie on the device of the call.
+def recorded(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
+    """The call of a manifest's entry with fresh memory, and what it has to write; ``arrays`` lie on its device.
 
     Raises:
         ValueError: an op that is not of this family, or something that does not fit.
     """
-    from ..golden import check_positions  # golden imports this module in turn, when it meets a DSA case
-
     check_positions(arrays["positions"], arrays["rope_table"])
     if entry["op"] == "dsa_query":
         return _query(arrays, entry)
@@ -39,9 +34,7 @@ def _pairing(entry: Mapping[str, Any]) -> str:
     return "interleaved" if entry["index_interleave"] else "half_split"
 
 
-def _query(
-    arrays: Mapping[str, Tensor], entry: Mapping[str, Any]
-) -> tuple[Call, dict[str, Tensor | str], frozenset[str]]:
+def _query(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
     q_pe, quantised = arrays["q_pe"], bool(entry["fp8_query"])
     tokens, heads, rope_dim = q_pe.shape
     memory: dict[str, Tensor] = {}
@@ -72,14 +65,10 @@ def _query(
         }
         expected |= {"result2": arrays["index_q_out"], "result3": arrays["index_weights_out"]}
     moved = dsa_query_bytes(tokens, heads, index_heads=index_heads, copies=quantised, fp8_query=quantised)
-    return Call(dsa.query, arguments, memory, sum(moved.values())), expected, frozenset()
+    return Recorded(Call(dsa.query, arguments, memory, sum(moved.values())), expected, frozenset())
 
 
-def _norm_rope(
-    arrays: Mapping[str, Tensor], entry: Mapping[str, Any]
-) -> tuple[Call, dict[str, Tensor | str], frozenset[str]]:
-    from ..golden import guarded_cache
-
+def _norm_rope(arrays: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Recorded:
     name = _RECORDS.get(str(entry["record"]))
     if name is None:
         raise ValueError(f"record: expected one of {', '.join(_RECORDS)}; got {entry['record']!r}")
@@ -138,4 +127,4 @@ def _norm_rope(
         }
     moved = dsa_norm_rope_bytes(tokens, rank, record, index_record=index_record, top_k=top_k, return_kv=True)
     call = Call(dsa.norm_rope_insert, arguments, memory, sum(moved.values()))
-    return call, expected, frozenset({"out", "result1"})
+    return Recorded(call, expected, frozenset({"out", "result1"}))
