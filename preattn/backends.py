@@ -73,6 +73,10 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+ROPE_RECORDS = ("dsa_fp8", "dsa_nvfp4")
+"""DSA records that have a place for RoPE dims, and so none for a model without."""
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What a layer's prologue hands to its backend.
@@ -146,6 +150,8 @@ def negotiate(
         raise refuse("form", " or ".join(taker.forms), form, instead=hint)
     chosen = form or taker.forms[0]
     own = geometry.records.window if geometry.family == "v4" else geometry.records.latent
+    if geometry.family == "dsa" and geometry.rope.dim == 0:
+        own = tuple([candidate for candidate in own if candidate not in ROPE_RECORDS])
     fitting_records = [candidate for candidate in taker.records if candidate in own]
     if not fitting_records:
         raise refuse("record", f"one of {', '.join(taker.records)}", f"a model that stores {', '.join(own)}")

@@ -100,6 +100,22 @@ def disjoint(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
         raise ValueError(f"{name}: expected memory apart from {other_name}; got {name} overlapping it")
 
 
+def number(name: str, value: object, *, least: float | None = None) -> None:
+    """Check a finite int or float of at least ``least``."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
+    finite = abs(value) < float("inf")  # false for NaN too, and unlike math.isfinite traceable
+    if not finite or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name}: expected a finite number{bound}; got {value}")
+
+
+def flag(name: str, value: object) -> None:
+    """Check a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool; got {type(value).__name__}")
+
+
 def scale(name: str, value: object, device: torch.device) -> None:
     """Check a per-tensor scale: one float32 element on the device, of any rank."""
     if not isinstance(value, Tensor):

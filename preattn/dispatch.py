@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,18 @@ _LIBRARY = torch.library.Library("preattn", "DEF")
 
 def define_op(schema: str, function: Callable[..., None]) -> Callable[..., None]:
     """Register ``function`` as ``preattn::<schema>`` and return the callable that public functions use."""
+
+    def without_grad(*args: Any) -> None:
+        """An op writes into given memory and is not differentiated, whatever its arguments say."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                function(*args)
+        else:
+            function(*args)
+
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, without_grad, "CompositeExplicitAutograd")
     torch.library.register_fake(f"preattn::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
     op = getattr(torch.ops.preattn, name).default
 
@@ -32,7 +42,7 @@ def define_op(schema: str, function: Callable[..., None]) -> Callable[..., None]
         if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             op(*args)
         else:
-            function(*args)
+            without_grad(*args)
 
     return call
 
@@ -88,7 +98,7 @@ def held(launch: Any) -> bool:
 
 def interpreting() -> bool:
     """Whether kernels run on CPU tensors, in Triton's interpreter: Triton's own switch, fixed when it is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return os.environ.get("TRITON_INTERPRET", "0") == "1" and find_spec("triton") is not None
 
 
 def use_kernels(tensor: Tensor) -> bool:

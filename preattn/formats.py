@@ -223,6 +223,18 @@ def record(name: str, dim: int = 512) -> Record:
 # -- element and scale codes ---------------------------------------------------------------------------
 
 
+BF16_NAN = 0x7FFF
+"""Bits of a bf16 NaN that was computed (what NVIDIA's own conversion produces)."""
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """To bf16, nearest even, every NaN as :data:`BF16_NAN`; what is bf16 already keeps its bits."""
+    if x.dtype == torch.bfloat16:
+        return x
+    nan = torch.tensor(BF16_NAN, dtype=torch.int16, device=x.device).view(torch.bfloat16)
+    return torch.where(x.isnan(), nan, x.to(torch.bfloat16))
+
+
 def to_e4m3(x: Tensor) -> Tensor:
     """float32 -> e4m3 codes (uint8): nearest even, finite values saturate at 448, the rest become NaN (0x7F)."""
     codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -314,7 +326,7 @@ def encode(record: Record, values: Tensor) -> Tensor:
 def _encode_part(part: Part, values: Tensor, out: Tensor) -> Tensor:
     """Element bytes of one part; its scales are written into ``out``."""
     if part.element == "bf16":
-        return values.to(torch.bfloat16).contiguous().view(torch.uint8)
+        return to_bf16(values).contiguous().view(torch.uint8)
     x = values.float()
     if part.scale is not None:
         rule = part.scale

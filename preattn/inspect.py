@@ -168,7 +168,10 @@ def read(path: Path, key: str | None = None) -> Dump:
 def _read_npy(path: Path, key: str | None) -> np.ndarray[Any, Any]:
     if key is not None:
         raise ValueError(f"key: expected none for an .npy file, which holds one array; got {key!r}")
-    array: np.ndarray[Any, Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+    try:
+        array: np.ndarray[Any, Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python: what a hostile one raises has no bound
+        raise ValueError(f"expected an .npy array; got {str(error) or repr(error)}") from None
     return array
 
 
@@ -242,7 +245,7 @@ def inspect(
             f"got {offset} of {size} bytes"
         )
     blocks = (size - offset - page) // block_stride + 1
-    pages = dump.data[offset:].as_strided((blocks, page), (block_stride, 1))
+    pages = dump.data[offset:].as_strided((blocks, page), (min(block_stride, size), 1))
     address = record.address(torch.arange(block_size), block_size)
     step = max(1, CHUNK_BYTES // page)
     chunks = [

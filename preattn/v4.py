@@ -62,7 +62,8 @@ def query_kv_insert(
         layout: ``head_major`` [T, P, 512], or ``chunk_interleaved``: the same storage read as
             [T, 32, P, 16]. The latter moves bits only: no norm, no RoPE, no cast.
         query_scale_inv: one float32; the result is then e4m3 of ``value * query_scale_inv``.
-        kv_scale: one float32, for the ``fp8`` record: codes are e4m3 of ``value * (1 / kv_scale)``.
+        kv_scale: one positive float32, for the ``fp8`` record: codes are e4m3 of ``value * (1 / kv_scale)``; a product
+            that overflows float32 is not finite, and stored as such.
         out: [T, P, 512] to write into, rows at multiples of 16 bytes. Where ``query`` is ``out[:, :H]``
             (head-major) the query is processed in place and the heads past H are not touched: their buffer
             holds zeros already.
@@ -83,6 +84,9 @@ def query_kv_insert(
     if kv.dtype != query.dtype:
         raise TypeError(f"kv: expected the query's dtype {query.dtype}; got {kv.dtype}")
     _check_query(query, padded_heads, layout, query_scale_inv)
+    checks.flag("query_rope", query_rope)
+    if query_norm_eps is not None:
+        checks.number("query_norm_eps", query_norm_eps, least=0)
     if layout == "chunk_interleaved" and (query_rope or query_norm_eps is not None or query_scale_inv is not None):
         raise ValueError(
             "layout: expected head_major with query_rope, query_norm_eps or query_scale_inv; got chunk_interleaved, "
@@ -139,6 +143,7 @@ def kv_insert(
     """
     checks.tensor("kv", kv, ACTIVATIONS, (None, HEAD_DIM))
     _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, kv.shape[0], kv.device)
+    checks.number("norm_eps", norm_eps, least=0)
     if norm_weight is not None:
         checks.tensor("norm_weight", norm_weight, (*ACTIVATIONS, torch.float32), (HEAD_DIM,), kv.device)
         checks.contiguous("norm_weight", norm_weight)
@@ -210,7 +215,7 @@ def _output(query: Tensor, padded: int, dtype: torch.dtype, out: Tensor | None) 
 
 
 def _record(name: str) -> Record:
-    if name not in RECORDS:
+    if not isinstance(name, str) or name not in RECORDS:
         raise ValueError(f"record: expected one of {', '.join(RECORDS)}; got {name!r}")
     return RECORDS[name]
 
@@ -280,6 +285,8 @@ def _query_kv_insert_impl(
 ) -> None:
     for name, tensor in (("query", query), ("kv", kv), ("cache", cache), ("out", out)):
         checks.aligned(name, tensor)
+    checks.disjoint("out", out, "kv", kv)
+    checks.disjoint("cache", cache, "kv", kv)
     in_place = _in_place(query, out, interleaved)
     arguments: dict[str, Any] = {
         "record": RECORDS[record],
@@ -308,7 +315,8 @@ def _query_kv_insert_impl(
 def _in_place(query: Tensor, out: Tensor, interleaved: bool) -> bool:
     """Whether ``query`` is the front of ``out``; any other overlap is an error."""
     if query.data_ptr() == out.data_ptr() and query.numel():
-        same = query.dtype == out.dtype and not interleaved and query.stride(0) == out.stride(0)
+        same = query.dtype == out.dtype and not interleaved
+        same = same and (query.shape[0] == 1 or query.stride(0) == out.stride(0))
         if same and (query.shape[1] == 1 or query.stride(1) == HEAD_DIM):
             return True
     checks.disjoint("out", out, "query", query)

@@ -9,6 +9,7 @@ one row; outputs are allocated and dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,10 @@ def warmup(
     padded_heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     index_dtype: torch.dtype = torch.int64,
+    positions_dtype: torch.dtype | None = None,
     table_dtype: torch.dtype | None = None,
     norm_dtype: torch.dtype = torch.bfloat16,
+    index_norm_dtype: torch.dtype = torch.float32,
     index_record: str = "index_fp8",
     index_block_size: int | None = None,
     index_weights_dtype: torch.dtype = torch.float32,
@@ -50,9 +53,11 @@ def warmup(
         layout: query layout (V4 family); chunk-interleaved for models whose attention rotates, when None.
         padded_heads: heads that attention reads; the geometry's when None.
         dtype: of activations (DSA: bf16).
-        index_dtype: of slots and positions.
+        index_dtype: of slots; of positions too where ``positions_dtype`` is None.
+        positions_dtype: of positions.
         table_dtype: of the RoPE table; what engines hand over when None (V4: float32, DSA: bf16).
         norm_dtype: of the norm weights (DSA latents; V4's KV norm is compiled for float32 too).
+        index_norm_dtype: DSA: of the indexer's LayerNorm weight and bias.
         index_record: DSA: record of the indexer's cache, with ``index_block_size`` tokens a page (``block_size`` when
             None).
         index_weights_dtype: DSA: of the indexer's head weights.
@@ -64,39 +69,38 @@ def warmup(
         How many variants were compiled; 0 where all were there already.
 
     Raises:
-        ValueError: a combination that the ops refuse.
+        ValueError: a combination that the ops refuse, or no record for a geometry that names none.
     """
     device = torch.device(device)
     if device.type == "cpu" and not interpreting():
         return 0  # the reference compiles nothing
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    padded = geometry.padded_heads if padded_heads is None else padded_heads
+    v4_family = geometry.family == "v4"
+    names = geometry.records.window if v4_family else geometry.records.latent
+    if record is None and not names:
+        raise ValueError(f"record: expected a name, since the geometry of {geometry.name} names none; got None")
+    deployment = _Deployment(
+        geometry=geometry,
+        record=record or names[0],
+        block_size=block_size,
+        layout=layout or ("head_major" if geometry.query_norm else "chunk_interleaved"),
+        padded_heads=geometry.padded_heads if padded_heads is None else padded_heads,
+        dtype=dtype,
+        slots_dtype=index_dtype,
+        positions_dtype=positions_dtype or index_dtype,
+        table_dtype=table_dtype or (torch.float32 if v4_family else torch.bfloat16),
+        norm_dtype=norm_dtype,
+        index_norm_dtype=index_norm_dtype,
+        index_record=index_record,
+        index_block_size=index_block_size or block_size,
+        index_weights_dtype=index_weights_dtype,
+        rope_output=rope_output,
+        device=device,
+    )
     with hold() as launches:
         for tokens in (1, SMALL_STEP + 1):
-            if geometry.family == "v4":
-                table = table_dtype or torch.float32
-                calls = _v4_calls(
-                    geometry, record, block_size, layout, padded, dtype, index_dtype, table, device, tokens
-                )
-            else:
-                table = table_dtype or torch.bfloat16
-                calls = _dsa_calls(
-                    geometry,
-                    record,
-                    block_size,
-                    padded,
-                    index_dtype,
-                    table,
-                    norm_dtype,
-                    index_record,
-                    index_block_size or block_size,
-                    index_weights_dtype,
-                    rope_output,
-                    device,
-                    tokens,
-                )
-            for call in calls:
+            for call in _v4_calls(deployment, tokens) if v4_family else _dsa_calls(deployment, tokens):
                 call()
     compiled = 0
     for done, launch in enumerate(launches, 1):
@@ -106,95 +110,92 @@ def warmup(
     return compiled
 
 
-def _rows(tokens: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One row of zeros that stands for every token."""
-    return torch.zeros(1, *shape, dtype=dtype, device=device).expand(tokens, *shape)
+@dataclass(frozen=True)
+class _Deployment:
+    """The arguments of :func:`warmup`, settled."""
+
+    geometry: Geometry
+    record: str
+    block_size: int
+    layout: Layout
+    padded_heads: int
+    dtype: torch.dtype
+    slots_dtype: torch.dtype
+    positions_dtype: torch.dtype
+    table_dtype: torch.dtype
+    norm_dtype: torch.dtype
+    index_norm_dtype: torch.dtype
+    index_record: str
+    index_block_size: int
+    index_weights_dtype: torch.dtype
+    rope_output: Pairing
+    device: torch.device
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros on the device."""
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def rows(self, tokens: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """One row of zeros that stands for every token."""
+        return self.zeros(1, *shape, dtype=dtype).expand(tokens, *shape)
+
+    def cache(self, record: formats.Record, block_size: int) -> torch.Tensor:
+        """A cache of one page."""
+        stride = -(-record.page_bytes(block_size) // formats.ALIGNMENT) * formats.ALIGNMENT
+        pool = self.zeros(stride, dtype=torch.uint8)
+        return formats.cache_view(pool, record, block_size=block_size, num_blocks=1, block_stride=stride)
 
 
-def _v4_calls(
-    geometry: Geometry,
-    record_name: str | None,
-    block_size: int,
-    layout: Layout | None,
-    padded: int,
-    dtype: torch.dtype,
-    index_dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    device: torch.device,
-    tokens: int,
-) -> Iterator[Callable[[], object]]:
-    name = record_name or geometry.records.window[0]
-    record = formats.record(name, 512)
-    layout = layout or ("head_major" if geometry.query_norm else "chunk_interleaved")
-    rotates = layout == "head_major"
-    pool = torch.empty(record.page_bytes(block_size) + 16, dtype=torch.uint8, device=device)
-    index = torch.zeros(tokens, dtype=index_dtype, device=device)
-    scale = torch.ones(1, device=device)
+def _v4_calls(d: _Deployment, tokens: int) -> Iterator[Callable[[], object]]:
+    """Both forms, in place and fresh, bf16 and e4m3 queries, the copy alone, the KV half with a norm."""
+    heads, padded = d.geometry.heads, d.padded_heads
+    rotates = d.layout == "head_major"
+    scale = torch.ones(1, device=d.device)
     step: dict[str, Any] = {
-        "kv": _rows(tokens, 512, dtype=dtype, device=device),
-        "cache": formats.cache_view(pool, record, block_size=block_size, num_blocks=1),
-        "slots": index,
-        "positions": index,
-        "rope_table": torch.zeros(1, 64, dtype=table_dtype, device=device),
-        "record": name,
-        "kv_scale": scale if name == "fp8" else None,
+        "kv": d.rows(tokens, 512, dtype=d.dtype),
+        "cache": d.cache(formats.record(d.record, 512), d.block_size),
+        "slots": d.zeros(tokens, dtype=d.slots_dtype),
+        "positions": d.zeros(tokens, dtype=d.positions_dtype),
+        "rope_table": d.zeros(1, 64, dtype=d.table_dtype),
+        "record": d.record,
+        "kv_scale": scale if d.record == "fp8" else None,
     }
-    query = _rows(tokens, geometry.heads, 512, dtype=dtype, device=device)
+    query = d.rows(tokens, heads, 512, dtype=d.dtype)
     arguments = {
         **step,
         "query": query,
         "query_rope": rotates,
-        "query_norm_eps": geometry.eps if geometry.query_norm else None,
+        "query_norm_eps": d.geometry.eps if d.geometry.query_norm else None,
         "padded_heads": padded,
-        "layout": layout,
+        "layout": d.layout,
     }
     for form in (Form.ONE_LAUNCH, Form.TWO_LAUNCHES):
         yield partial(v4.query_kv_insert, **arguments, form=form)
     if rotates:
-        buffer = torch.zeros(tokens, padded, 512, dtype=dtype, device=device)
-        in_place = {**arguments, "query": buffer[:, : geometry.heads], "out": buffer}
+        buffer = d.zeros(tokens, padded, 512, dtype=d.dtype)
+        in_place = {**arguments, "query": buffer[:, :heads], "out": buffer}
         yield partial(v4.query_kv_insert, **in_place)
         yield partial(v4.query_kv_insert, **arguments, query_scale_inv=scale)
-    yield partial(v4.pad_query, query, padded, layout=layout)
-    for weight_dtype in (dtype, torch.float32):
-        weight = torch.zeros(512, dtype=weight_dtype, device=device)
-        yield partial(v4.kv_insert, **step, norm_weight=weight)
+    yield partial(v4.pad_query, query, padded, layout=d.layout)
+    for weight_dtype in (d.dtype, torch.float32):
+        yield partial(v4.kv_insert, **step, norm_weight=d.zeros(512, dtype=weight_dtype))
 
 
-def _dsa_calls(
-    geometry: Geometry,
-    record_name: str | None,
-    block_size: int,
-    padded: int,
-    index_dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    norm_dtype: torch.dtype,
-    index_record: str,
-    index_block_size: int,
-    index_weights_dtype: torch.dtype,
-    rope_output: Pairing,
-    device: torch.device,
-    tokens: int,
-) -> Iterator[Callable[[], object]]:
+def _dsa_calls(d: _Deployment, tokens: int) -> Iterator[Callable[[], object]]:
     """Steps with and without slots, layers with and without an indexer, every form of the query."""
-    heads, rope_dim, rank = geometry.heads, geometry.rope.dim, geometry.q_rank
-    name = record_name or geometry.records.latent[0]
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
+    heads, rope_dim, rank = d.geometry.heads, d.geometry.rope.dim, d.geometry.q_rank
 
     def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return _rows(tokens, *shape, dtype=dtype, device=device)
+        return d.rows(tokens, *shape, dtype=dtype)
 
-    def cache(record: formats.Record, page_tokens: int) -> torch.Tensor:
-        stride = -(-record.page_bytes(page_tokens) // formats.ALIGNMENT) * formats.ALIGNMENT
-        pool = zeros(stride, dtype=torch.uint8)
-        return formats.cache_view(pool, record, block_size=page_tokens, num_blocks=1, block_stride=stride)
-
-    index, scale = zeros(tokens, dtype=index_dtype), torch.ones(1, device=device)
-    table = zeros(1, 64, dtype=table_dtype)
-    step = {"positions": index, "rope_table": table if rope_dim else None, "rope_output": rope_output}
-    indexer = geometry.indexer
+    slots, scale = d.zeros(tokens, dtype=d.slots_dtype), torch.ones(1, device=d.device)
+    table = d.zeros(1, 64, dtype=d.table_dtype)
+    step = {
+        "positions": d.zeros(tokens, dtype=d.positions_dtype),
+        "rope_table": table if rope_dim else None,
+        "rope_output": d.rope_output,
+    }
+    indexer = d.geometry.indexer
     index_steps: list[dict[str, Any]] = [{}]
     index_queries: list[dict[str, Any]] = [{}]
     if indexer is not None and indexer.heads and indexer.dim and indexer.rope is not None:
@@ -203,18 +204,18 @@ def _dsa_calls(
             {
                 **shared,
                 "index_key": rows(indexer.dim),
-                "index_weight": zeros(indexer.dim, dtype=torch.float32),
-                "index_bias": zeros(indexer.dim, dtype=torch.float32),
-                "index_record": index_record,
-                "index_cache": cache(formats.record(index_record), index_block_size),
-                "top_k": zeros(tokens, indexer.top_k or 2048, dtype=torch.int32),
+                "index_weight": d.zeros(indexer.dim, dtype=d.index_norm_dtype),
+                "index_bias": d.zeros(indexer.dim, dtype=d.index_norm_dtype),
+                "index_record": d.index_record,
+                "index_cache": d.cache(formats.record(d.index_record), d.index_block_size),
+                "top_k": d.zeros(tokens, indexer.top_k or 2048, dtype=torch.int32),
             }
         ]
         index_queries[:0] = [
             {
                 **shared,
                 "index_query": rows(indexer.heads, indexer.dim),
-                "index_weights": rows(indexer.heads, dtype=index_weights_dtype),
+                "index_weights": rows(indexer.heads, dtype=d.index_weights_dtype),
             }
         ]
 
@@ -223,28 +224,32 @@ def _dsa_calls(
         "q_latent": rows(rank),
         "kv_latent": rows(512),
         "k_pe": rows(rope_dim),
-        "record": name,
-        "q_weight": zeros(rank, dtype=norm_dtype),
-        "kv_weight": zeros(512, dtype=norm_dtype),
-        "kv_scale": scale if name == "fp8" else None,
+        "record": d.record,
+        "q_weight": d.zeros(rank, dtype=d.norm_dtype),
+        "kv_weight": d.zeros(512, dtype=d.norm_dtype),
+        "kv_scale": scale if d.record == "fp8" else None,
     }
-    kv_cache = cache(formats.record(name, 512 + rope_dim), block_size)
+    kv_cache = d.cache(formats.record(d.record, 512 + rope_dim), d.block_size)
     for indexed in index_steps:
-        for stored in ({"cache": kv_cache, "slots": index}, {"cache": None, "slots": None}):
+        for stored in ({"cache": kv_cache, "slots": slots}, {"cache": None, "slots": None}):
             caches = indexed if stored["slots"] is not None else {**indexed, "index_cache": None}
             for return_kv in (False, True):
                 yield partial(dsa.norm_rope_insert, **norms, **stored, **caches, return_kv=return_kv)
+    if "top_k" in index_steps[0]:  # an engine may fill its buffer by other means
+        yield partial(dsa.norm_rope_insert, **norms, cache=kv_cache, slots=slots, **{**index_steps[0], "top_k": None})
 
     q_pe, latent = rows(heads, rope_dim), rows(heads, 512)
     for indexed in index_queries:
         main = {**step, **indexed, "q_pe": q_pe}
         for query_scale in (None, scale):
             dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
-            packed = zeros(tokens, padded, 512 + rope_dim, dtype=dtype)
-            yield partial(dsa.query, **main, latent=None, out=packed, padded_heads=padded, query_scale=query_scale)
-            yield partial(dsa.query, **main, latent=latent, padded_heads=padded, query_scale=query_scale)
+            packed = d.zeros(tokens, d.padded_heads, 512 + rope_dim, dtype=dtype)
+            yield partial(
+                dsa.query, **main, latent=None, out=packed, padded_heads=d.padded_heads, query_scale=query_scale
+            )
+            yield partial(dsa.query, **main, latent=latent, padded_heads=d.padded_heads, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, query_scale=query_scale)
             yield partial(dsa.query, **main, latent=latent, form="pair", query_scale=query_scale)
-    q_nope, w_uk = rows(heads, geometry.nope_dim), zeros(heads, geometry.nope_dim, 512)
-    out = zeros(tokens, padded, 512 + rope_dim, dtype=torch.float8_e4m3fn)
+    q_nope, w_uk = rows(heads, d.geometry.nope_dim), d.zeros(heads, d.geometry.nope_dim, 512, dtype=torch.bfloat16)
+    out = d.zeros(tokens, d.padded_heads, 512 + rope_dim, dtype=torch.float8_e4m3fn)
     yield partial(dsa.absorb_query, q_nope, w_uk, query_scale=scale, out=out)

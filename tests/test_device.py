@@ -76,8 +76,24 @@ def test_casts_round_like_torch(device: str) -> None:
     bf16 = torch.zeros(len(x), dtype=torch.bfloat16, device=device)
     e4m3 = torch.zeros(len(x), dtype=torch.uint8, device=device)
     _run(_casts, len(x) // block, x.to(device), bf16, e4m3, BLOCK=block)
-    assert torch.equal(bf16.cpu().view(torch.int16), numerics.to_bf16(x).view(torch.int16))
+    assert torch.equal(bf16.cpu().view(torch.int16), formats.to_bf16(x).view(torch.int16))
     assert torch.equal(e4m3.cpu(), formats.to_e4m3(x))
+
+
+@triton.jit
+def _upcasts(x_pointer, out_pointer, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_pointer + at, functions.upcast(tl.load(x_pointer + at)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_half_upcasts_exactly(device: str, dtype: torch.dtype) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    out = torch.zeros(65536, device=device)
+    _run(_upcasts, 16, x.to(device), out, BLOCK=4096)
+    finite = x.isfinite()
+    assert torch.equal(out.cpu()[finite].view(torch.int32), x.float()[finite].view(torch.int32))
+    assert torch.equal(out.cpu().isnan(), x.isnan())
 
 
 def test_scale_exponents_are_exact_around_every_power_of_two(device: str) -> None:

@@ -890,3 +890,24 @@ def test_fullgraph_compile_equals_eager(case: Case, device: str) -> None:
         assert (want is None and have is None) or torch.equal(as_bytes(want), as_bytes(have))
     for name, tensor in call.memory.items():
         assert torch.equal(as_bytes(tensor), as_bytes(again.memory[name])), name
+
+
+def test_an_all_ones_scale_divides_like_the_reference(device: str) -> None:
+    """One residual decides here: an fma that rounds twice gives another code."""
+    arguments = {
+        "q_pe": torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device),
+        "latent": torch.full((1, 1, 512), 2.0**-9, dtype=torch.bfloat16, device=device),
+        "positions": torch.zeros(1, dtype=torch.int64, device=device),
+        "rope_table": torch.zeros(1, 64, device=device),
+        "query_scale": torch.tensor(2.0 - 2.0**-23, device=device),
+    }
+    query = dsa.query(**arguments).query
+    assert query is not None
+    assert (query.view(torch.uint8)[..., :512] == 1).all()
+
+
+def test_parameters_are_weights_like_others(device: str) -> None:
+    q = torch.ones(2, 3, 64, dtype=torch.bfloat16, device=device)
+    weight = torch.nn.Parameter(torch.ones(3, 64, 512, dtype=torch.bfloat16, device=device))
+    out = dsa.absorb_query(q, weight)
+    assert not out.requires_grad and (out[..., :512] == 64).all()

@@ -167,6 +167,16 @@ def test_a_value_that_is_not_finite_reads_back_as_nan_and_stays_in_its_block(
     assert torch.equal(got[rest], want[rest])
 
 
+def test_bf16_parts_store_one_nan_and_keep_bits_that_are_bf16_already() -> None:
+    record = formats.record("dsa_fp8")
+    row = torch.zeros(1, 576)
+    row[0, 520:523] = torch.tensor([torch.nan, -torch.nan, torch.inf])
+    stored = formats.encode(record, row)[0, 528:].view(torch.int16)
+    assert stored[8:11].tolist() == [0x7FFF, 0x7FFF, 0x7F80]
+    payload = torch.tensor([0x7FC1, -63], dtype=torch.int16).view(torch.bfloat16)
+    assert torch.equal(formats.to_bf16(payload).view(torch.int16), payload.view(torch.int16))
+
+
 def test_store_and_load_are_inverse_and_skip(seed: int) -> None:
     for record in ALL:
         pool = torch.full((4096 + 3 * (record.page_bytes(4) + 64),), 0xA5, dtype=torch.uint8)

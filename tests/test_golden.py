@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from preattn import golden
+from preattn import formats, golden
 from preattn.dispatch import Backend
 from preattn.golden import RECORDED, GoldenCase
 from preattn.reference import numerics
@@ -154,8 +154,8 @@ def test_the_bound_on_flips_holds_for_another_order(length: int) -> None:
         total = total + term
     while total.shape[-1] > 1:
         total = total[..., : total.shape[-1] // 2] + total[..., total.shape[-1] // 2 :]
-    other = numerics.to_bf16(x * torch.rsqrt(total / length + 1e-6))
-    ours = numerics.to_bf16(numerics.rms_norm(x, 1e-6))
+    other = formats.to_bf16(x * torch.rsqrt(total / length + 1e-6))
+    ours = formats.to_bf16(numerics.rms_norm(x, 1e-6))
     comparison = golden.compare({"out": ours}, as_written(other), frozenset({"out"}))
     assert comparison.identical
     assert comparison.flips <= golden.NORM_FLIPS * ours.numel() / 8, "the bound is far from what happens"

@@ -121,6 +121,37 @@ def test_padded_heads_defaults_to_the_heads(device: str) -> None:
     assert torch.equal(as_bytes(result), as_bytes(HEAD_MAJOR.build(3, device).function(**call.arguments)[:, :8]))
 
 
+def test_kv_only_as_a_form_is_no_padded_heads(device: str) -> None:
+    call = MX.build(4, device)
+    result = v4.query_kv_insert(**{**call.arguments, "out": None, "form": "kv_only"})
+    assert result.shape == (4, 0, 512)
+    assert torch.equal(as_bytes(call.memory["pool"]), MX.build(4, device).run()["pool"])
+
+
+def test_in_place_with_one_token_whatever_its_token_stride(device: str) -> None:
+    case = V4Case(8, 64, layout="head_major", rope=True, in_place=True)
+    call, expected = case.build(1, device), case.build(1, device).run()["out"]
+    run(call, query=call.arguments["out"].flatten()[: 8 * 512].view(1, 8, 512))
+    assert torch.equal(as_bytes(call.memory["out"]), expected)
+
+
+def test_gradients_stay_out(device: str) -> None:
+    call = HEAD_MAJOR.build(3, device)
+    call.arguments["query"].requires_grad_()
+    result = v4.query_kv_insert(**{**call.arguments, "out": None})
+    assert not result.requires_grad and not call.arguments["cache"].requires_grad
+
+
+def test_scales_may_have_any_rank(device: str) -> None:
+    call, expected = FP8.build(3, device), FP8.build(3, device).run()
+    written = run(
+        call,
+        kv_scale=call.arguments["kv_scale"].view(1, 1, 1),
+        query_scale_inv=call.arguments["query_scale_inv"].view(1, 1, 1, 1),
+    )
+    assert all(torch.equal(expected[name], written[name]) for name in expected)
+
+
 def test_in_place_leaves_the_padding_alone(device: str) -> None:
     case = V4Case(32, 64, layout="head_major", rope=True, in_place=True)
     call = case.build(5, device)
@@ -216,7 +247,7 @@ def test_a_fused_kv_norm_is_the_norm_before(record: str, weight_dtype: torch.dty
     weight = torch.rand(512, generator=torch.Generator().manual_seed(seed)).to(weight_dtype) + 0.5
     names = ("kv", "cache", "slots", "positions", "rope_table", "record", "kv_scale")
     arguments = [{name: call.arguments[name] for name in names} for call in (fused, apart)]
-    normed = numerics.to_bf16(numerics.rms_norm(apart.arguments["kv"].cpu(), 1e-5, weight))
+    normed = formats.to_bf16(numerics.rms_norm(apart.arguments["kv"].cpu(), 1e-5, weight))
     v4.kv_insert(**arguments[0], norm_weight=weight.to(device), norm_eps=1e-5)
     v4.kv_insert(**{**arguments[1], "kv": normed.to(device)})
     assert torch.equal(fused.memory["pool"].cpu(), apart.memory["pool"].cpu())

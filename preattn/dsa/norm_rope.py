@@ -24,11 +24,11 @@ from .arguments import (
 )
 
 RECORDS = {name: formats.record(name, LATENT_DIM + ROPE_DIM) for name in ("dsa_fp8", "bf16", "fp8")}
-"""The records these ops write of a KV latent and its key, by name;"""
+"""The records these ops write of a KV latent and its key, by name."""
 NO_ROPE_RECORDS = {name: formats.record(name, LATENT_DIM) for name in ("bf16", "fp8")}
-"""of a latent alone;"""
+"""The records they write of a latent alone, for models without RoPE."""
 INDEX_RECORDS = {name: formats.record(name) for name in ("index_fp8", "index_fp8_ue8m0")}
-"""and of an indexer key."""
+"""The records they write of an indexer key."""
 
 
 class Latents(NamedTuple):
@@ -101,7 +101,7 @@ def norm_rope_insert(
         index_slots: slots in ``index_cache``; ``slots`` when None.
         index_pairing: ``half_split`` (DeepSeek-V3.2) or ``interleaved`` (GLM-5.x).
         index_rope_table: the indexer's table; ``rope_table`` when None.
-        top_k: [T or more, k] int32; the first T rows become -1. Only with an indexer.
+        top_k: [T or more, k] int32, rows at multiples of 16 bytes; the first T rows become -1. Only with an indexer.
         return_kv: also return the normed KV latent and the rotated key, on every row whatever its slot.
         rope_output: order of the rotated key's dims, stored and returned; see :func:`query`.
         out: [T, rank] bf16 for the normed query latent, rows at multiples of 16 bytes; it may be ``q_latent``.
@@ -128,6 +128,12 @@ def norm_rope_insert(
         k_pe = k_pe.squeeze(1)
     check_rotated("k_pe", k_pe, positions, rope_table, tokens, device)
     check_choice("rope_output", rope_output, PAIRINGS)
+    check_choice("index_record", index_record, tuple(INDEX_RECORDS))
+    for name, eps in (("q_eps", q_eps), ("kv_eps", kv_eps), ("index_eps", index_eps)):
+        checks.number(name, eps, least=0)
+    checks.flag("return_kv", return_kv)
+    if index_key is None and index_slots is not None:
+        raise ValueError(f"index_slots: expected None without index_key; got a {type(index_slots).__name__}")
     _check_norm("q_weight", q_weight, rank, device)
     _check_norm("kv_weight", kv_weight, LATENT_DIM, device)
     kv_record = _record(record, k_pe.shape[-1])
@@ -238,6 +244,7 @@ def _check_index_key(
             ("index_weight", weight),
             ("index_bias", bias),
             ("index_cache", cache),
+            ("index_pairing", pairing),
             ("index_rope_table", index_rope_table),
             ("top_k", top_k),
         ):
@@ -249,8 +256,6 @@ def _check_index_key(
     checks.rows("index_key", index_key)
     _check_norm("index_weight", weight, INDEX_DIM, device)
     _check_norm("index_bias", bias, INDEX_DIM, device)
-    if record not in INDEX_RECORDS:
-        raise ValueError(f"index_record: expected one of {', '.join(INDEX_RECORDS)}; got {record!r}")
     if slots is not None:
         _check_slots("index_slots", slots, tokens, device)
     if slots is not None or cache is not None:
@@ -265,7 +270,7 @@ def _check_index_key(
 
 
 def _record(name: str, rope_dim: int) -> Record:
-    if name not in RECORDS:
+    if not isinstance(name, str) or name not in RECORDS:
         raise ValueError(f"record: expected one of {', '.join(RECORDS)}; got {name!r}")
     if rope_dim:
         return RECORDS[name]

@@ -104,6 +104,8 @@ def query(
         checks.scale("query_scale", query_scale, device)
     check_choice("form", form, FORMS)
     check_choice("rope_output", rope_output, PAIRINGS)
+    checks.number("softmax_scale", softmax_scale)
+    checks.number("head_scale", head_scale)
     dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
     if latent is not None:
         dtypes = (torch.bfloat16,) if query_scale is None else (torch.bfloat16, dtype)
@@ -185,7 +187,8 @@ def _check_index_query(
 ) -> Tensor | None:
     """Check the indexer's half and give its table."""
     if index_query is None:
-        for name, value in (("index_weights", index_weights), ("index_rope_table", index_rope_table)):
+        given = (("index_weights", index_weights), ("index_rope_table", index_rope_table), ("index_pairing", pairing))
+        for name, value in given:
             if value is not None:
                 raise ValueError(f"{name}: expected None without index_query; got a {type(value).__name__}")
         return None

@@ -3,9 +3,10 @@
 Kernels are compiled with ``enable_fp_fusion=False`` (see ``launch.py``): a multiply and an add are fused
 only where ``fma`` is spelled out, which is what makes stored bytes equal to the reference's.
 
-Triton's interpreter truncates where hardware rounds to nearest even, and its ``fma`` rounds twice before
-Triton 3.8. Three leaf functions (``fma``, ``to_bf16``, ``to_e4m3``) therefore have a second body for it;
-tests hold both against the same exhaustive tables.
+Triton's interpreter truncates where hardware rounds to nearest even, loses bits of bf16 subnormals, and its
+``fma`` rounds twice before Triton 3.8. The leaf functions ``fma``, ``upcast``, ``poison``, ``to_bf16`` and
+``to_e4m3`` (and ``quotient`` of the DSA kernels) therefore have a second body for it; tests hold both against
+the same exhaustive tables.
 """
 
 import os
@@ -24,6 +25,15 @@ def fma(a, b, c):
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     else:
         return tl.fma(a, b, c)
+
+
+@triton.jit
+def upcast(x):
+    """bf16, fp16 or float32 -> float32, exactly (the interpreter loses bits of bf16 subnormals by itself)."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from .device import (
     to_bf16,
     to_e4m3,
     tree_sum,
+    upcast,
 )
 from .launch import Kernel, Launch
 
@@ -93,8 +94,8 @@ def _kv_tile(
     position = tl.load(positions + token, mask=in_range, other=0).to(tl.int64)
     row = kv + (token.to(tl.int64) * (stride_kv * 8))[:, None]
     dim, dim64 = tl.arange(0, 512)[None, :], tl.arange(0, 64)[None, :]
-    x = tl.load(row + dim, mask=in_range[:, None], other=0.0).to(tl.float32)
-    tail = tl.load(row + 448 + dim64, mask=in_range[:, None], other=0.0).to(tl.float32)
+    x = upcast(tl.load(row + dim, mask=in_range[:, None], other=0.0))
+    tail = upcast(tl.load(row + 448 + dim64, mask=in_range[:, None], other=0.0))
 
     stored = in_range & (slot >= 0) & (slot < capacity)  # in 64 bits, before anything is narrowed
     block = slot // BLOCK_SIZE
@@ -105,11 +106,11 @@ def _kv_tile(
 
     if NORM:
         inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + norm_eps)[:, None]
-        x = to_bf16((x * inverse) * tl.load(norm_weight + dim).to(tl.float32)).to(tl.float32)
-        tail = to_bf16((tail * inverse) * tl.load(norm_weight + 448 + dim64).to(tl.float32)).to(tl.float32)
+        x = upcast(to_bf16((x * inverse) * upcast(tl.load(norm_weight + dim))))
+        tail = upcast(to_bf16((tail * inverse) * upcast(tl.load(norm_weight + 448 + dim64))))
     at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-    cos = tl.load(at, mask=stored, other=0.0).to(tl.float32)
-    sin = tl.load(at + 32, mask=stored, other=0.0).to(tl.float32)
+    cos = upcast(tl.load(at, mask=stored, other=0.0))
+    sin = upcast(tl.load(at + 32, mask=stored, other=0.0))
     even, odd = tl.split(tl.reshape(tail, (TOKENS, 32, 2)))
     even, odd = rotate(even, odd, cos, sin)
     tail = tl.reshape(tl.join(even, odd), (TOKENS, 64))
@@ -122,18 +123,18 @@ def _kv_tile(
             scale = data + SCALE_OFFSET
         head_blocks: tl.constexpr = 448 // SCALE_DIMS
         index = tl.arange(0, 512 // SCALE_DIMS)[None, :]
-        code, byte = _block_codes(to_bf16(x).to(tl.float32), TOKENS, 512, SCALE_DIMS)
+        code, byte = _block_codes(upcast(to_bf16(x)), TOKENS, 512, SCALE_DIMS)
         tl.store(data + dim, code, mask=head_stored)
         if QUANTISED == 512:
             tl.store(scale + index, byte, mask=stored & (index < head_blocks))
-            code, byte = _block_codes(to_bf16(tail).to(tl.float32), TOKENS, 64, SCALE_DIMS)
+            code, byte = _block_codes(upcast(to_bf16(tail)), TOKENS, 64, SCALE_DIMS)
             tl.store(data + 448 + dim64, code, mask=stored)
             tl.store(scale + head_blocks + tl.arange(0, 64 // SCALE_DIMS)[None, :], byte, mask=stored)
         else:  # the byte past the last scale is padding, and zero
             tl.store(scale + index, tl.where(index < head_blocks, byte, 0), mask=stored & (index <= head_blocks))
             tl.store((data + 448).to(tl.pointer_type(tl.bfloat16)) + dim64, to_bf16(tail), mask=stored)
     elif QUANTISED > 0:  # one scale a tensor, over unrounded rows
-        scale_inv = tl.div_rn(1.0, tl.load(kv_scale).to(tl.float32))
+        scale_inv = tl.div_rn(1.0, upcast(tl.load(kv_scale)))
         tl.store(data + dim, to_e4m3(x * scale_inv), mask=head_stored)
         tl.store(data + 448 + dim64, to_e4m3(tail * scale_inv), mask=stored)
     else:
@@ -214,9 +215,9 @@ def _head_rows(
     else:
         untouched: tl.constexpr = 448 if ROPE else 512
         if QUANTISE:
-            scale_inv = tl.load(query_scale_inv).to(tl.float32)
+            scale_inv = upcast(tl.load(query_scale_inv))
         if NORM or QUANTISE:
-            x = tl.load(source + dim, mask=copied, other=0.0).to(tl.float32)
+            x = upcast(tl.load(source + dim, mask=copied, other=0.0))
             if NORM:
                 inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
                 x = x * inverse
@@ -229,19 +230,19 @@ def _head_rows(
 
         if ROPE:
             dim64 = tl.arange(0, 64)[None, :]
-            x = tl.load(source + 448 + dim64, mask=copied, other=0.0).to(tl.float32)
+            x = upcast(tl.load(source + 448 + dim64, mask=copied, other=0.0))
             if NORM:
                 x = x * inverse
             if ONE_TOKEN:
                 position = tl.load(positions + token).to(tl.int64)
                 at = rope_table + position * 64 + tl.arange(0, 32)[None, :]
-                cos = tl.load(at).to(tl.float32)
-                sin = tl.load(at + 32).to(tl.float32)
+                cos = upcast(tl.load(at))
+                sin = upcast(tl.load(at + 32))
             else:
                 position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
                 at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-                cos = tl.load(at, mask=copied, other=0.0).to(tl.float32)
-                sin = tl.load(at + 32, mask=copied, other=0.0).to(tl.float32)
+                cos = upcast(tl.load(at, mask=copied, other=0.0))
+                sin = upcast(tl.load(at + 32, mask=copied, other=0.0))
             even, odd = tl.split(tl.reshape(x, (ROWS, 32, 2)))
             even, odd = rotate(even, odd, cos, sin)
             x = tl.where(copied, tl.reshape(tl.join(even, odd), (ROWS, 64)), 0.0)

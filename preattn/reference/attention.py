@@ -86,7 +86,7 @@ def mega_attention(
     cos, sin = numerics.rope_rows(rope_table, positions)
     if layout == "chunk_interleaved":
         query = weights.as_chunks(query).transpose(1, 2).flatten(2)
-        turned = numerics.to_bf16(numerics.rope(query[..., -ROPE_DIM:], cos[:, None], sin[:, None]))
+        turned = formats.to_bf16(numerics.rope(query[..., -ROPE_DIM:], cos[:, None], sin[:, None]))
         query = torch.cat([query[..., :-ROPE_DIM], turned], -1)
     rows = _attend(_values(query, query_scale), selections, sink, softmax_scale)[:, :heads].float()
     back = numerics.rope(rows[..., -ROPE_DIM:], cos[:, None], -sin[:, None])

@@ -111,13 +111,13 @@ def _write(x: Tensor, scale: Tensor | None, out: Tensor) -> None:
     elif scale is not None:
         out.view(torch.uint8).copy_(formats.to_e4m3(x.float() / scale))
     else:
-        out.copy_(numerics.to_bf16(x))
+        out.copy_(formats.to_bf16(x))
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor, out: Tensor) -> None:
     """e4m3 of ``bf16(q_nope @ w_uk) / scale`` into the front of ``out``; see :func:`preattn.dsa.absorb_query`."""
     latent = torch.bmm(q_nope.transpose(0, 1).float(), w_uk.float()).transpose(0, 1)
-    _write(numerics.to_bf16(latent), query_scale, out[:, : q_nope.shape[1], :LATENT_DIM])
+    _write(formats.to_bf16(latent), query_scale, out[:, : q_nope.shape[1], :LATENT_DIM])
 
 
 # -- norm, RoPE, insert -----------------------------------------------------------------------------------
@@ -156,17 +156,17 @@ def norm_rope_insert(
     """See :func:`preattn.dsa.norm_rope_insert`."""
     tokens = q_latent.shape[0]
     if kv_out is not None and k_pe_out is not None:  # every row, whatever its slot
-        kv_out.copy_(numerics.to_bf16(numerics.rms_norm(kv_latent, kv_eps, kv_weight)))
-        k_pe_out.copy_(numerics.to_bf16(rotated(k_pe, positions, rope_table, rope_output)))
+        kv_out.copy_(formats.to_bf16(numerics.rms_norm(kv_latent, kv_eps, kv_weight)))
+        k_pe_out.copy_(formats.to_bf16(rotated(k_pe, positions, rope_table, rope_output)))
     if slots is not None and cache is not None:
         assert record is not None
         rows, kept = stored_rows(slots, cache)
         kv = numerics.rms_norm(kv_latent[rows], kv_eps, kv_weight)
         values = torch.cat([kv, rotated(k_pe[rows], positions[rows], rope_table, rope_output)], -1)
         if kv_scale is not None:
-            values = values / kv_scale
+            values = values / kv_scale.reshape(())
         elif record.parts[0].element == "bf16":
-            values = numerics.to_bf16(values)
+            values = formats.to_bf16(values)
         formats.store(cache, record, kept, formats.encode(record, values))
     if index_key is not None and index_slots is not None and index_cache is not None:
         assert index_weight is not None and index_bias is not None
@@ -177,7 +177,7 @@ def norm_rope_insert(
         formats.store(index_cache, index_record, kept, formats.encode(index_record, values))
     if top_k is not None:
         top_k[:tokens] = -1
-    q_out.copy_(numerics.to_bf16(numerics.rms_norm(q_latent, q_eps, q_weight)))
+    q_out.copy_(formats.to_bf16(numerics.rms_norm(q_latent, q_eps, q_weight)))
 
 
 def stored_rows(slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:

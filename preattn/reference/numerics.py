@@ -11,10 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Pairing = Literal["interleaved", "half_split"]
+from ..formats import BF16_NAN, to_bf16
 
-BF16_NAN = 0x7FFF
-"""Bits of a bf16 NaN that an op computed (what the GPU's own conversion produces)."""
+Pairing = Literal["interleaved", "half_split"]
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -32,12 +31,6 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     toward = torch.where((error > 0) == (total > 0), 1, -1)  # one unit away from or toward zero
     inexact = (error != 0) & (bits & 1 == 0) & total.isfinite() & error.isfinite()
     return torch.where(inexact, (bits + toward).view(torch.float64), total).float()
-
-
-def to_bf16(x: Tensor) -> Tensor:
-    """float32 -> bf16, nearest even, every NaN as :data:`BF16_NAN`."""
-    rounded = x.to(torch.bfloat16)
-    return torch.where(x.isnan(), torch.tensor(BF16_NAN, dtype=torch.int16).view(torch.bfloat16), rounded)
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

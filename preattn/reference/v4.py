@@ -50,7 +50,7 @@ def query_half(
         return
     x = query_rows(query, positions, rope_table, norm_eps=norm_eps, rope=rope)
     if query_scale_inv is not None:
-        codes = formats.to_e4m3(x * query_scale_inv)
+        codes = formats.to_e4m3(x * query_scale_inv.reshape(()))
         pad_query(codes, out.view(torch.uint8), interleaved=interleaved)
         return
     rows = numerics.to_dtype(x, query.dtype)
@@ -72,7 +72,7 @@ def kv_rows(
     """
     x = kv.float()
     if norm_weight is not None:
-        x = numerics.to_bf16(numerics.rms_norm(x, norm_eps, norm_weight)).float()
+        x = formats.to_bf16(numerics.rms_norm(x, norm_eps, norm_weight)).float()
     cos, sin = numerics.rope_rows(rope_table, positions)
     return torch.cat([x[:, :-ROPE_DIMS], numerics.rope(x[:, -ROPE_DIMS:], cos, sin)], -1)
 
@@ -95,7 +95,7 @@ def kv_insert(
     kv, positions, slots = kv[:count][kept], positions[:count][kept], slots[kept]
     rows = kv_rows(kv, positions, rope_table, norm_weight=norm_weight, norm_eps=norm_eps)
     # Block-scaled records quantise the row as bf16; a per-tensor one skips that rounding.
-    rows = numerics.to_bf16(rows) if kv_scale is None else rows * (1.0 / kv_scale)
+    rows = formats.to_bf16(rows) if kv_scale is None else rows * (1.0 / kv_scale.reshape(()))
     formats.store(cache, record, slots, formats.encode(record, rows))
 
 

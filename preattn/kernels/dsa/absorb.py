@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...policy import LaunchConfig
-from ..device import INTERPRETED, to_bf16, to_e4m3
+from ..device import INTERPRETED, to_bf16, to_e4m3, upcast
 from ..launch import Kernel, Launch
 from .rows import UNALIGNED, quotient, units
 
@@ -68,7 +68,7 @@ def _dsa_absorb_kernel(
             for d in tl.static_range(0, NOPE, DEPTH):
                 part = tl.load(a + d, mask=live, other=0.0)
                 total = _dot(part, tl.load(b + start + d * (stride_w * 8)), total)
-        code = to_e4m3(quotient(to_bf16(total).to(tl.float32), scale, reciprocal))
+        code = to_e4m3(quotient(upcast(to_bf16(total)), scale, reciprocal))
         tl.store(target + start, code, mask=live)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...formats import Record
 from ...policy import LaunchConfig
 from ...reference.numerics import Pairing
-from ..device import finite_abs, power_of_two, reciprocal_sqrt, scale_exponent, to_bf16, to_e4m3, tree_sum
+from ..device import finite_abs, power_of_two, reciprocal_sqrt, scale_exponent, to_bf16, to_e4m3, tree_sum, upcast
 from ..launch import Kernel, Launch
 from .rows import (
     LATENT_DIM,
@@ -92,7 +92,7 @@ def _index_key_tile(
     in_range = token < index_tokens
     inside = in_range[:, None]
     row = index_key + (token.to(tl.int64) * (stride_index * 8))[:, None]
-    whole = tl.load(row + tl.arange(0, 128)[None, :], mask=inside, other=0.0).to(tl.float32)
+    whole = upcast(tl.load(row + tl.arange(0, 128)[None, :], mask=inside, other=0.0))
     position = tl.load(positions + token, mask=in_range, other=0).to(tl.int64)
     stored, page, offset = _page(token, in_range, index_slots, capacity, index_cache, stride_block, BLOCK_SIZE)
     mask = stored[:, None]
@@ -102,10 +102,10 @@ def _index_key_tile(
 
     # The same row again, from cache, in quarters: cheaper than to move values between threads.
     dim = tl.arange(0, 32)[None, :]
-    x0 = tl.load(row + dim, mask=inside, other=0.0).to(tl.float32)
-    x1 = tl.load(row + 32 + dim, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(row + 64 + dim, mask=inside, other=0.0).to(tl.float32)
-    x3 = tl.load(row + 96 + dim, mask=inside, other=0.0).to(tl.float32)
+    x0 = upcast(tl.load(row + dim, mask=inside, other=0.0))
+    x1 = upcast(tl.load(row + 32 + dim, mask=inside, other=0.0))
+    x2 = upcast(tl.load(row + 64 + dim, mask=inside, other=0.0))
+    x3 = upcast(tl.load(row + 96 + dim, mask=inside, other=0.0))
     x0 = _affine((x0 - mean) * inverse, index_weight + dim, index_bias + dim)
     x1 = _affine((x1 - mean) * inverse, index_weight + 32 + dim, index_bias + 32 + dim)
     x2 = _affine((x2 - mean) * inverse, index_weight + 64 + dim, index_bias + 64 + dim)
@@ -124,7 +124,7 @@ def _index_key_tile(
 
 @triton.jit
 def _affine(x, weight, bias):
-    return x * tl.load(weight).to(tl.float32) + tl.load(bias).to(tl.float32)
+    return x * upcast(tl.load(weight)) + upcast(tl.load(bias))
 
 
 @triton.jit
@@ -157,8 +157,8 @@ def _key_tile(
     mask = in_range[:, None]
     row = token.to(tl.int64)[:, None]
     at = k_pe + row * (stride_pe * 8) + tl.arange(0, 32)[None, :]
-    x0 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    x1 = tl.load(at + 32, mask=mask, other=0.0).to(tl.float32)
+    x0 = upcast(tl.load(at, mask=mask, other=0.0))
+    x1 = upcast(tl.load(at + 32, mask=mask, other=0.0))
     table = rope_table + tl.load(positions + token, mask=in_range, other=0).to(tl.int64)[:, None] * 64
     if STORE:
         stored, page, offset = _page(token, token < stored_tokens, slots, capacity, cache, stride_block, BLOCK_SIZE)
@@ -209,9 +209,9 @@ def _kv_tile(
     mask = (token < (tokens if RETURN else stored_tokens))[:, None]  # returned on every row, whatever its slot
     row = token.to(tl.int64)[:, None]
     dim = tl.arange(0, 512)[None, :]
-    x = tl.load(kv_latent + row * (stride_kv * 8) + dim, mask=mask, other=0.0).to(tl.float32)
+    x = upcast(tl.load(kv_latent + row * (stride_kv * 8) + dim, mask=mask, other=0.0))
     # A tile of equal rows, not one row: it is then loaded into the layout of x.
-    weight = tl.load(kv_weight + tl.zeros_like(row) + dim).to(tl.float32)
+    weight = upcast(tl.load(kv_weight + tl.zeros_like(row) + dim))
     inverse = reciprocal_sqrt(tl.div_rn(tree_sum(x * x, TOKENS, 512), 512.0) + eps)
     x = x * inverse[:, None] * weight
     if RETURN:
@@ -261,8 +261,8 @@ def _query_latent_tile(
     row = token.to(tl.int64)[:, None]
     dim = tl.arange(0, WIDTH)[None, :]
     inside = valid & (dim < RANK)
-    x = tl.load(q_latent + row * (stride_q * 8) + dim, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(q_weight + dim, mask=dim < RANK, other=0.0).to(tl.float32)
+    x = upcast(tl.load(q_latent + row * (stride_q * 8) + dim, mask=inside, other=0.0))
+    weight = upcast(tl.load(q_weight + dim, mask=dim < RANK, other=0.0))
     if TOP_K > 0:
         index = tl.arange(0, FILL)[None, :]
         at = top_k + row * (stride_top_k * 4) + index

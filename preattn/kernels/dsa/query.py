@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...policy import LaunchConfig
 from ...reference.numerics import Pairing
-from ..device import power_of_two
+from ..device import power_of_two, upcast
 from ..launch import Kernel, Launch
 from .rows import (
     LATENT_DIM,
@@ -81,11 +81,11 @@ def _index_rows(
         table = rope_table + position[:, None] * 64
     mask = valid[:, None]
     source = index_query + (token * (stride_index * 8) + head * 128)[:, None] + tl.arange(0, 32)[None, :]
-    x0 = tl.load(source, mask=mask).to(tl.float32)
-    x1 = tl.load(source + 32, mask=mask).to(tl.float32)
-    x2 = tl.load(source + 64, mask=mask).to(tl.float32)
-    x3 = tl.load(source + 96, mask=mask).to(tl.float32)
-    weight = tl.load(index_weights + token * stride_weights + head, mask=valid).to(tl.float32)
+    x0 = upcast(tl.load(source, mask=mask))
+    x1 = upcast(tl.load(source + 32, mask=mask))
+    x2 = upcast(tl.load(source + 64, mask=mask))
+    x3 = upcast(tl.load(source + 96, mask=mask))
+    weight = upcast(tl.load(index_weights + token * stride_weights + head, mask=valid))
     x0, x1 = index_rope(x0, x1, table, mask, INTERLEAVED, ROWS)
     c0, c1, c2, c3, exponent = index_quantise(x0, x1, x2, x3)
     target = index_out.to(tl.pointer_type(tl.uint8)) + (row.to(tl.int64) * 128)[:, None] + tl.arange(0, 32)[None, :]
@@ -155,8 +155,8 @@ def _head_rows(
 
     if ROPE:
         source = q_pe + (token * (stride_pe * 8) + head * (stride_pe_head * 8))[:, None] + tl.arange(0, 32)[None, :]
-        x0 = tl.load(source, mask=copied, other=0.0).to(tl.float32)
-        x1 = tl.load(source + 32, mask=copied, other=0.0).to(tl.float32)
+        x0 = upcast(tl.load(source, mask=copied, other=0.0))
+        x1 = upcast(tl.load(source + 32, mask=copied, other=0.0))
 
     if LATENT:
         dim = tl.arange(0, 512)[None, :]
@@ -167,7 +167,7 @@ def _head_rows(
         source = latent + (token * (stride_latent * LATENT_UNIT) + head * (stride_latent_head * LATENT_UNIT))[:, None]
         value = tl.load(source + dim, mask=copied, other=0)
         if CAST:
-            value = rounded(value.to(tl.float32), scale, reciprocal, copied, True, PADS)
+            value = rounded(upcast(value), scale, reciprocal, copied, True, PADS)
         target = out + (token * (stride_out * UNIT) + head * WIDTH)[:, None]
         tl.store(target + dim, value, mask=written)
 

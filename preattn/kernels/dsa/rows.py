@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import (
+    INTERPRETED,
     fma,
     index_rotate,
     negate,
@@ -18,6 +19,7 @@ from ..device import (
     scale_exponent,
     to_bf16,
     to_e4m3,
+    upcast,
 )
 
 LATENT_DIM = 512
@@ -34,15 +36,18 @@ def quotient(x, scale, reciprocal):
     overflows or underflows on the way: scales from 2**-64 to 2**64 leave no e4m3 code in doubt. The signs are
     chosen so that a zero keeps its own.
     """
-    estimate = x * reciprocal
-    return fma(fma(estimate, scale, negate(x)), negate(reciprocal), estimate)
+    if INTERPRETED:  # its fma may round twice, which the residual of a scale of all ones would show
+        return tl.div_rn(poison(x), scale)
+    else:
+        estimate = x * reciprocal
+        return fma(fma(estimate, scale, negate(x)), negate(reciprocal), estimate)
 
 
 @triton.jit
 def load_rope(table, pair, mask):
     """Cosines and sines of pairs, ``table`` pointing at each row's first cosine."""
-    cos = tl.load(table + pair, mask=mask, other=0.0).to(tl.float32)
-    return cos, tl.load(table + 32 + pair, mask=mask, other=0.0).to(tl.float32)
+    cos = upcast(tl.load(table + pair, mask=mask, other=0.0))
+    return cos, upcast(tl.load(table + 32 + pair, mask=mask, other=0.0))
 
 
 @triton.jit
