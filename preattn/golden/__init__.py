@@ -225,9 +225,7 @@ def _read_cases(path: Path) -> list[GoldenCase]:
         manifest = json.loads(meta.numpy().tobytes())["manifest"]
         names = [(str(entry["case"]), str(entry["op"])) for entry in manifest]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: __meta__: expected JSON with a manifest of cases; got {str(error) or repr(error)}"
-        ) from None
+        raise ValueError(f"{path}: __meta__: expected JSON with a manifest of cases; got {error!r}") from None
     shared = {key: array for key, array in arrays.items() if key == "rope_table"}
     cases = []
     for (name, op), entry in zip(names, manifest, strict=True):
