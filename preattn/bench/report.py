@@ -280,7 +280,16 @@ _BF16_NORMS = "dsa_norm_rope/1536/bf16/index_fp8_half_split"
 _CAT = Source(_QUERY, "vllm_cat")
 
 TABLES = (
-    Table("upstream", (_TOKENS,), _lines(_V4_STEPS, [(32, 64)]), _against(_INTERLEAVED, _PADDED)),
+    Table(
+        "upstream",
+        (_TOKENS,),
+        _lines(_V4_STEPS, [(32, 64)]),
+        (
+            *_against(_INTERLEAVED, _PADDED),
+            ("vLLM, warm L2", Time(Source(_INTERLEAVED, "vllm", "warm"))),
+            ("one launch, warm L2", Time(Source(_INTERLEAVED, "preattn", "warm"))),
+        ),
+    ),
     Table("shards", (_HEADS,), _lines([16384], _SHARDS), _against(_INTERLEAVED, _PADDED)),
     Table("graph", (_TOKENS,), _lines(_SMALL, [(32, 64)]), _against(_INTERLEAVED, _PADDED, "warm")),
     Table("graph_normed", (_TOKENS,), _lines(_SMALL, [(16, 64)]), _against(_NORMED, _PADDED, "warm")),
