@@ -14,6 +14,8 @@ from torch import Tensor
 
 INDEX_DTYPES = (torch.int64, torch.int32)
 TABLE_DTYPES = (torch.float32, torch.bfloat16)
+ROPE_DIM = 64
+"""Rotated dims of every model here: 32 cosines and 32 sines a table row."""
 
 
 def tensor(
@@ -128,20 +130,33 @@ def scale(name: str, value: object, device: torch.device) -> None:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
 
 
-def step(
-    slots: object, positions: object, rope_table: object, tokens: int, device: torch.device, *, rope_dim: int = 64
-) -> None:
-    """Check what every op takes of a step: slots [<= T], positions [T], RoPE table [any, rope_dim].
+def kv_scale(value: object, record: str, device: torch.device) -> None:
+    """Check that there is a scale for ``fp8`` records, and none for others."""
+    if (value is None) == (record == "fp8"):
+        expected = "a scale for fp8 records" if record == "fp8" else f"None for {record} records"
+        raise ValueError(f"kv_scale: expected {expected}; got {'None' if value is None else 'a tensor'}")
+    if value is not None:
+        scale("kv_scale", value, device)
 
-    Raises:
-        TypeError, ValueError: as :func:`tensor`; more slots than tokens; an operand that is not contiguous.
-    """
-    tensor("slots", slots, INDEX_DTYPES, (None,), device)
-    tensor("positions", positions, INDEX_DTYPES, (tokens,), device)
-    tensor("rope_table", rope_table, TABLE_DTYPES, (None, rope_dim), device)
-    assert isinstance(slots, Tensor) and isinstance(positions, Tensor) and isinstance(rope_table, Tensor)
-    if slots.shape[0] > tokens:
-        raise ValueError(f"slots: expected at most {tokens} entries, one for each token; got {slots.shape[0]}")
-    contiguous("slots", slots)
-    contiguous("positions", positions)
-    contiguous("rope_table", rope_table)
+
+def slots(name: str, value: object, tokens: int, device: torch.device) -> None:
+    """Check slots: [<= T] int32 or int64, contiguous."""
+    tensor(name, value, INDEX_DTYPES, (None,), device)
+    assert isinstance(value, Tensor)
+    if value.shape[0] > tokens:
+        raise ValueError(f"{name}: expected at most {tokens} entries, one for each token; got {value.shape[0]}")
+    contiguous(name, value)
+
+
+def positions(value: object, tokens: int, device: torch.device) -> None:
+    """Check positions: [T] int32 or int64, contiguous."""
+    tensor("positions", value, INDEX_DTYPES, (tokens,), device)
+    assert isinstance(value, Tensor)
+    contiguous("positions", value)
+
+
+def table(name: str, value: object, device: torch.device) -> None:
+    """Check a RoPE table: [any, 64] float32 or bf16, contiguous."""
+    tensor(name, value, TABLE_DTYPES, (None, ROPE_DIM), device)
+    assert isinstance(value, Tensor)
+    contiguous(name, value)

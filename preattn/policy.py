@@ -125,13 +125,20 @@ def launch_config(index: int | None, path: str, tokens: int) -> LaunchConfig:
     return (_assumed.get() or _cuda_device(index)).config(path, tokens)
 
 
-def query_path(*, interleaved: bool, norm: bool, in_place: bool) -> str:
-    """Which kernel path a query takes: the key of its launch configuration."""
+def v4_query_path(*, interleaved: bool, norm: bool, in_place: bool) -> str:
+    """Which kernel path a V4 query takes: the key of its launch configuration."""
     if in_place and not norm:
         return "in_place"
     if interleaved:
         return "copy"
     return "norm_rows" if norm else "rows"
+
+
+def dsa_query_path(*, copies: bool, quantises: bool) -> str:
+    """The same for a DSA query; ``copies``: the latent has to move to the front of the output."""
+    if not copies:
+        return "dsa_query"
+    return "dsa_query_e4m3" if quantises else "dsa_query_copy"
 
 
 @dataclass(frozen=True)

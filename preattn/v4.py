@@ -19,7 +19,6 @@ from .policy import Layout
 from .reference import v4 as reference
 
 HEAD_DIM = 512
-ROPE_DIM = 64
 ACTIVATIONS = (torch.bfloat16, torch.float16)
 RECORDS = {name: formats.record(name, HEAD_DIM) for name in ("v41_mxfp8", "v4_fp8", "bf16", "fp8")}
 """The records these ops write, by name."""
@@ -180,14 +179,12 @@ def _check_kv(
 ) -> None:
     checks.tensor("kv", kv, ACTIVATIONS, (tokens, HEAD_DIM), device)
     checks.rows("kv", kv)
-    checks.step(slots, positions, rope_table, tokens, device, rope_dim=ROPE_DIM)
+    checks.slots("slots", slots, tokens, device)
+    checks.positions(positions, tokens, device)
+    checks.table("rope_table", rope_table, device)
     checks.tensor("cache", cache, formats.CACHE_DTYPES, (None, None, None), device)
     formats.check_cache("cache", cache, _record(record))
-    if (kv_scale is None) == (record == "fp8"):
-        expected = "a scale for fp8 records" if record == "fp8" else f"None for {record} records"
-        raise ValueError(f"kv_scale: expected {expected}; got {'None' if kv_scale is None else 'a tensor'}")
-    if kv_scale is not None:
-        checks.scale("kv_scale", kv_scale, device)
+    checks.kv_scale(kv_scale, record, device)
 
 
 def _check_query(query: Tensor, padded_heads: int | None, layout: Layout, scale_inv: Tensor | None) -> None:
@@ -262,7 +259,7 @@ def _pad_query_impl(query: Tensor, out: Tensor, interleaved: bool) -> None:
         return
     from .kernels import v4 as kernels
 
-    path = policy.query_path(interleaved=interleaved, norm=False, in_place=False)
+    path = policy.v4_query_path(interleaved=interleaved, norm=False, in_place=False)
     config = policy.launch_config(query.device.index, path, query.shape[0])
     kernels.launch_pad(query, out, interleaved=interleaved, config=config).run(query.device)
 
@@ -302,7 +299,7 @@ def _query_kv_insert_impl(
         return
     from .kernels import v4 as kernels
 
-    path = policy.query_path(interleaved=interleaved, norm=norm_eps is not None, in_place=in_place)
+    path = policy.v4_query_path(interleaved=interleaved, norm=norm_eps is not None, in_place=in_place)
     config = policy.launch_config(query.device.index, path, query.shape[0])
     if two_launches:
         _kv_insert_impl(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)

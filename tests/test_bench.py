@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from preattn import dsa
 from preattn.bench import run
 from preattn.cases.base import Call
 from preattn.cases.dsa import DsaQueryCase, NormRopeCase
@@ -79,14 +78,14 @@ def test_a_lie_is_found(name: str, lie: Any) -> None:
 def test_another_order_of_a_sum_is_no_lie_for_an_engine() -> None:
     ours = torch.tensor([1.0, -3.0, 0.0]).bfloat16()
     step = torch.tensor([1.0078125, -3.0, 2.0**-17]).bfloat16()
-    assert run._agrees(ours, step, norm=True) and not run._agrees(ours, step, norm=False)
-    assert not run._agrees(ours, torch.tensor([1.02, -3.0, 0.0]).bfloat16(), norm=True)
+    assert run._agrees(ours, step, normed=True) and not run._agrees(ours, step, normed=False)
+    assert not run._agrees(ours, torch.tensor([1.02, -3.0, 0.0]).bfloat16(), normed=True)
     codes = torch.zeros(10_000, dtype=torch.uint8)
     flipped = codes.clone()
     flipped[:10] = 1
-    assert run._agrees(codes, flipped, norm=True)
+    assert run._agrees(codes, flipped, normed=True)
     flipped[:11] = 1
-    assert not run._agrees(codes, flipped, norm=True)
+    assert not run._agrees(codes, flipped, normed=True)
 
 
 @pytest.mark.parametrize("name", ["pad", "norm"])
@@ -99,8 +98,44 @@ def test_every_timed_row_has_a_slot_of_its_own(name: str) -> None:
             assert int(slots.min()) >= 0 and int(slots.max()) < cache.shape[0] * cache.shape[1]
 
 
-def test_a_latent_in_place_is_not_compared_with_what_an_engine_leaves_apart() -> None:
-    packed = torch.zeros(2, 4, 576)
-    ours = run._results(dsa.Query(packed, None, None, None))
-    assert ours.keys() == {"rotated query", "query"}
-    assert run._results((packed[..., 512:],)).keys() == {"rotated query"}
+def test_only_what_a_norm_decides_may_differ() -> None:
+    norm, query = SMALL["norm"], V4Case(4, 8, record="v4_fp8", layout="head_major", norm=True, rope=True)
+    assert [name for name in ("query", "pool", "top_k", "index_pool") if run._normed(norm, name)] == [
+        "query",
+        "pool",
+        "index_pool",
+    ]
+    assert run._normed(query, "query") and not run._normed(query, "pool")
+    assert not run._normed(SMALL["pad"], "query")
+
+
+def _as_an_engine(case: DsaQueryCase, call: Call, *, concatenate: bool) -> tuple[torch.Tensor, ...]:
+    """The rotated dims alone, or behind the latent, of live heads only: what an engine's op and its packing give."""
+    ours = call.function(**call.arguments)
+    rotated = ours.q_pe if case.form == "pair" else ours.query[:, : case.heads, 512:]
+    latent = ours.query[:, : case.heads, :512]
+    return (torch.cat([latent, rotated], -1) if concatenate else rotated, ours.index_query, ours.index_weights)
+
+
+_IN_PLACE = DsaQueryCase(4, index_heads=2)
+_PADDED = DsaQueryCase(4, index_heads=2, latent="transposed", padded_heads=8)
+_PAIR = DsaQueryCase(4, index_heads=2, form="pair", latent="transposed")
+
+
+@pytest.mark.parametrize(
+    ("case", "concatenate"), [(_IN_PLACE, False), (_IN_PLACE, True), (_PADDED, False), (_PADDED, True), (_PAIR, False)]
+)
+def test_every_form_of_a_query_is_compared_with_what_an_engine_writes(case: DsaQueryCase, concatenate: bool) -> None:
+    call = case.build(3, "cuda")
+    arms = run.arms_of(case, call, None)
+
+    def honest() -> tuple[torch.Tensor, ...]:
+        return _as_an_engine(case, call, concatenate=concatenate)
+
+    def liar() -> tuple[torch.Tensor, ...]:
+        query, *rest = honest()
+        return (_flip(query.contiguous()), *rest)
+
+    run.check(case, call, {**arms, "vllm": honest}, 3)
+    with pytest.raises(run.CheckFailed, match="query that vllm wrote"):
+        run.check(case, call, {**arms, "vllm": liar}, 3)

@@ -11,21 +11,16 @@ from .. import checks
 from ..reference.numerics import Pairing
 
 LATENT_DIM = 512
-ROPE_DIM = 64
+ROPE_DIM = checks.ROPE_DIM
 INDEX_DIM = 128
 WEIGHTS = (torch.bfloat16, torch.float32)
 PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Check one of some words."""
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
-
-
-def check_table(name: str, table: object, device: torch.device) -> None:
-    checks.tensor(name, table, checks.TABLE_DTYPES, (None, ROPE_DIM), device)
-    assert isinstance(table, Tensor)
-    checks.contiguous(name, table)
 
 
 def check_rotated(
@@ -36,20 +31,19 @@ def check_rotated(
         raise ValueError(f"{name}: expected last dim {ROPE_DIM}, or 0 without RoPE; got {list(x.shape)}")
     if x.shape[-1]:
         checks.rows(name, x)
-    checks.tensor("positions", positions, checks.INDEX_DTYPES, (tokens,), device)
-    assert isinstance(positions, Tensor)
-    checks.contiguous("positions", positions)
+    checks.positions(positions, tokens, device)
     if rope_table is not None or x.shape[-1]:
-        check_table("rope_table", rope_table, device)
+        checks.table("rope_table", rope_table, device)
 
 
 def check_index_rope(
     pairing: object, index_rope_table: Tensor | None, rope_table: Tensor | None, device: torch.device
 ) -> Tensor:
+    """Check the indexer's pairing and table; the table it uses, the main one where it has none of its own."""
     check_choice("index_pairing", pairing, PAIRINGS)
     table = rope_table if index_rope_table is None else index_rope_table
     if table is None:
         raise ValueError("index_rope_table: expected a tensor where rope_table is None; got None")
     if table is not rope_table:
-        check_table("index_rope_table", table, device)
+        checks.table("index_rope_table", table, device)
     return table

@@ -138,14 +138,10 @@ def norm_rope_insert(
     _check_norm("kv_weight", kv_weight, LATENT_DIM, device)
     kv_record = _record(record, k_pe.shape[-1])
     if slots is not None:
-        _check_slots("slots", slots, tokens, device)
+        checks.slots("slots", slots, tokens, device)
     if slots is not None or cache is not None:
         _check_cache("cache", cache, kv_record, device)
-    if (kv_scale is None) == (record == "fp8"):
-        expected = "a scale for fp8 records" if record == "fp8" else f"None for {record} records"
-        raise ValueError(f"kv_scale: expected {expected}; got {'None' if kv_scale is None else 'a tensor'}")
-    if kv_scale is not None:
-        checks.scale("kv_scale", kv_scale, device)
+    checks.kv_scale(kv_scale, record, device)
     index_table = _check_index_key(
         index_key,
         index_weight,
@@ -210,14 +206,6 @@ def _check_norm(name: str, weight: object, dims: int, device: torch.device) -> N
     checks.contiguous(name, weight)
 
 
-def _check_slots(name: str, slots: object, tokens: int, device: torch.device) -> None:
-    checks.tensor(name, slots, checks.INDEX_DTYPES, (None,), device)
-    assert isinstance(slots, Tensor)
-    if slots.shape[0] > tokens:
-        raise ValueError(f"{name}: expected at most {tokens} entries, one for each token; got {slots.shape[0]}")
-    checks.contiguous(name, slots)
-
-
 def _check_cache(name: str, cache: object, record: Record, device: torch.device) -> None:
     checks.tensor(name, cache, formats.CACHE_DTYPES, (None, None, None), device)
     assert isinstance(cache, Tensor)
@@ -257,7 +245,7 @@ def _check_index_key(
     _check_norm("index_weight", weight, INDEX_DIM, device)
     _check_norm("index_bias", bias, INDEX_DIM, device)
     if slots is not None:
-        _check_slots("index_slots", slots, tokens, device)
+        checks.slots("index_slots", slots, tokens, device)
     if slots is not None or cache is not None:
         _check_cache("index_cache", cache, INDEX_RECORDS[str(record)], device)
     if top_k is not None:

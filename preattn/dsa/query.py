@@ -208,13 +208,6 @@ def _check_index_query(
 # -- registered op ------------------------------------------------------------------------------------------
 
 
-def query_path(*, copies: bool, quantises: bool) -> str:
-    """Which kernel path a query takes: the key of its launch configuration."""
-    if not copies:
-        return "dsa_query"
-    return "dsa_query_e4m3" if quantises else "dsa_query_copy"
-
-
 def _query_impl(
     q_pe: Tensor,
     latent: Tensor | None,
@@ -272,7 +265,7 @@ def _query_impl(
         return
     from ..kernels import dsa as kernels
 
-    path = query_path(copies=latent is not None, quantises=query_scale is not None)
+    path = policy.dsa_query_path(copies=latent is not None, quantises=query_scale is not None)
     config = policy.launch_config(q_pe.device.index, path, q_pe.shape[0])
     kernels.launch_query(*arguments, **options, config=config).run(q_pe.device)
 

@@ -106,27 +106,26 @@ def query_kv_insert(
     slots: Tensor,
     positions: Tensor,
     rope_table: Tensor,
-    out: Tensor | None,
+    out: Tensor,
     *,
     record: Record,
     interleaved: bool,
     norm_eps: float | None,
     rope: bool,
-    query_scale_inv: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    in_place: bool = False,
+    query_scale_inv: Tensor | None,
+    kv_scale: Tensor | None,
+    in_place: bool,
 ) -> None:
-    """Both halves; ``out`` [T, P, 512] is written, None is KV only. See :func:`preattn.v4.query_kv_insert`."""
-    if out is not None:
-        query_half(
-            query,
-            positions,
-            rope_table,
-            out,
-            interleaved=interleaved,
-            norm_eps=norm_eps,
-            rope=rope,
-            query_scale_inv=query_scale_inv,
-            in_place=in_place,
-        )
+    """Both halves; ``out`` [T, P, 512] is written. See :func:`preattn.v4.query_kv_insert`."""
+    query_half(
+        query,
+        positions,
+        rope_table,
+        out,
+        interleaved=interleaved,
+        norm_eps=norm_eps,
+        rope=rope,
+        query_scale_inv=query_scale_inv,
+        in_place=in_place,
+    )
     kv_insert(kv, cache, slots, positions, rope_table, record=record, kv_scale=kv_scale)
