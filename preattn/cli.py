@@ -55,6 +55,15 @@ class Family(StrEnum):
 
     v4 = "v4"
     dsa = "dsa"
+    projection = "projection"
+
+
+class Weight(StrEnum):
+    """``--weight``."""
+
+    bf16 = "bf16"
+    e4m3 = "e4m3"
+    mx = "mx"
 
 
 class Activation(StrEnum):
@@ -345,20 +354,36 @@ def explain(
     ] = None,
     device: Annotated[str | None, typer.Option(help="A GPU by name; this machine's, or NVIDIA H200.")] = None,
     graph: Annotated[bool, typer.Option("--graph", help="The step is captured in a CUDA graph.")] = False,
+    workspace: Annotated[
+        bool | None, typer.Option(help="Projections write into a query workspace; DSA only by default.")
+    ] = None,
+    weight: Annotated[Weight, typer.Option(help="What V4's wq_b is made of.")] = Weight.bf16,
 ) -> None:
-    """Say what a step would run and why, what it moves and how long that takes."""
+    """Say what a step would run and why, what it moves and does not copy, and how long that takes."""
     from . import policy
     from .geometry import geometry
 
     with _telling():
         shard = geometry(model).shard(tp)
         where = device or (_gpu_name() if _has_gpu() else "NVIDIA H200")
-        plan = policy.choose(shard, tokens=tokens, backend=backend, record=record, device_name=where, captured=graph)
+        plan = policy.choose(
+            shard,
+            tokens=tokens,
+            backend=backend,
+            record=record,
+            device_name=where,
+            captured=graph,
+            workspace=workspace,
+            weight=weight.value,
+        )
     agreed = plan.agreement
     _say(f"[bold]{shard.name}[/bold], 1 of {tp} ranks: {shard.heads} heads; {tokens:,} tokens, record {agreed.record}")
     _say(f"reads   {agreed.backend.name}: {agreed.form} query, {agreed.query_dtype}, {agreed.padded_heads} heads")
-    _say(f"plan    [bold]{plan.form}[/bold]")
+    how = f", projected by the {plan.projection}" if plan.projection else ""
+    _say(f"plan    [bold]{plan.form}[/bold]{how}")
     _say(f"reason  {escape(plan.reason)}")
+    if plan.workspace_bytes:
+        _say(f"buffer  {plan.workspace_bytes:,} bytes for {tokens:,} tokens, shared by the layers of a stream")
     out.print(_bytes_table(plan))
     rate = policy.device(where).copy_gbps
     if plan.expected_us is None or rate is None:
@@ -384,9 +409,14 @@ def _bytes_table(plan: Plan) -> Table:
     table.add_column("bytes", f"{plan.total_bytes:,}", justify="right")
     table.add_column("a token", f"{plan.total_bytes // plan.tokens:,}" if plan.tokens else "-", justify="right")
     table.add_column("share", justify="right")
+    spared = sum(plan.copied.values()) - plan.total_bytes
+    if spared:
+        table.add_column("not copied", f"{spared:,}", justify="right")
     for part, count in plan.bytes.items():
         each = f"{count // plan.tokens:,}" if plan.tokens else "-"
-        table.add_row(part, f"{count:,}", each, f"{count / plan.total_bytes:.1%}" if plan.total_bytes else "-")
+        share = f"{count / plan.total_bytes:.1%}" if plan.total_bytes else "-"
+        less = plan.copied.get(part, count) - count
+        table.add_row(part, f"{count:,}", each, share, *([f"{less:,}" if less else ""] if spared else []))
     return table
 
 

@@ -24,9 +24,9 @@ from .backends import Agreement, negotiate
 from .dsa import Latents, Query
 from .dsa.arguments import WEIGHTS
 from .geometry import Family, Geometry
-from .policy import Form, Layout, Plan
+from .policy import Layout, Plan, WeightKind
 from .warmup import warmup
-from .workspace import QueryWorkspace, project_query
+from .workspace import QueryWorkspace
 
 _BF16 = (torch.bfloat16,)
 
@@ -106,15 +106,14 @@ class _Prologue:
             record=self.agreement.record,
             device_name=device_name,
             captured=captured,
+            workspace=self.workspace is not None,
+            weight=self._weight_kind,
         )
-        form, reason, moved = self._revised(plan)
-        rate = policy.device(device_name).copy_gbps
-        expected = sum(moved.values()) / rate / 1e3 if rate else None
-        return replace(plan, form=form, reason=reason, bytes=moved, expected_us=expected)
+        return plan if self.workspace is None else replace(plan, workspace_bytes=self.workspace.bytes)
 
-    def _revised(self, plan: Plan) -> tuple[Form, str, dict[str, int]]:
-        """A plan's form, reason and bytes, where the layer knows better."""
-        return plan.form, plan.reason, plan.bytes
+    @property
+    def _weight_kind(self) -> WeightKind:
+        return "bf16"
 
     @property
     def _device_name(self) -> str:
@@ -164,9 +163,9 @@ class _Prologue:
                 expected = f"at least {self.max_tokens} tokens"
                 raise ValueError(f"{self._named('workspace')}: expected {expected}; got {len(buffer)}")
 
-    def _tokens(self, argument: str, x: Tensor, *dims: int) -> int:
+    def _tokens(self, argument: str, x: Tensor, *dims: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Check the first tensor of a step, and count."""
-        checks.tensor(self._named(argument), x, _BF16, (None, *dims), self.cache.device)
+        checks.tensor(self._named(argument), x, (dtype,), (None, *dims), self.cache.device)
         if x.shape[0] > self.max_tokens:
             raise ValueError(f"{self._named(argument)}: expected at most {self.max_tokens} tokens; got {x.shape[0]}")
         return x.shape[0]
@@ -177,29 +176,46 @@ class V4Prologue(_Prologue):
     """A V4 / V4.1 layer from its query latent on: ``wq_b``, what attention wants done to the query, KV insert.
 
     Attributes, besides those of ``_Prologue``:
-        wq_b: [H * 512, rank] bf16, the rank's heads in standard order; not kept.
-        weight: ``wq_b`` as the query form needs it: permuted, once, where that is chunk-interleaved.
+        wq_b: [H * 512, rank], the rank's heads in standard order: bf16, or e4m3 with ``wq_b_scale``; not kept. e4m3
+            needs a workspace.
+        wq_b_scale: [H * 4, rank / 128] float32, one for 128 x 128; or [H * 512, rank / 32] UE8M0, one for 32 of a row.
+        weight: ``wq_b`` as the query form needs it: permuted, once, where it is bf16 and that is chunk-interleaved.
+        weight_scale: ``wq_b_scale``.
         query_scale_inv: one float32, for an e4m3 query (``fp8`` records).
     """
 
     wq_b: InitVar[Tensor]
+    wq_b_scale: InitVar[Tensor | None] = None
     weight: Tensor = field(init=False)
+    weight_scale: Tensor | None = field(init=False)
     query_scale_inv: Tensor | None = None
 
-    def __post_init__(self, wq_b: Tensor) -> None:
+    def __post_init__(self, wq_b: Tensor, wq_b_scale: Tensor | None) -> None:
         self._settle("v4", "query_scale_inv")
         shape = (self.geometry.heads * weights.HEAD_DIM, self.geometry.q_rank)
-        checks.tensor(self._named("wq_b"), wq_b, _BF16, shape, self.cache.device)
-        object.__setattr__(self, "weight", weights.interleave_query_rows(wq_b) if self._interleaved else wq_b)
+        dtype = torch.bfloat16 if wq_b_scale is None else torch.float8_e4m3fn
+        checks.tensor(self._named("wq_b"), wq_b, (dtype,), shape, self.cache.device)
+        if wq_b_scale is not None:
+            if self.workspace is None or self._fp8:
+                what = "a workspace" if self.workspace is None else "a bf16 query"
+                got = "None" if self.workspace is None else "an e4m3 one"
+                raise ValueError(f"{self._named('wq_b_scale')}: expected {what} with an e4m3 weight; got {got}")
+            v4.weight_kind(wq_b, wq_b_scale, name=self._named("wq_b_scale"))
+        permute = self._interleaved and wq_b_scale is None
+        object.__setattr__(self, "weight", weights.interleave_query_rows(wq_b) if permute else wq_b)
+        object.__setattr__(self, "weight_scale", wq_b_scale)
 
-    def prepare(self, q_latent: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def prepare(
+        self, q_latent: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, q_scale: Tensor | None = None
+    ) -> Tensor:
         """Run a step: store the KV rows, and return the query.
 
         Args:
-            q_latent: [T, rank] bf16, normed.
+            q_latent: [T, rank], normed: bf16, or with an e4m3 weight e4m3.
             kv: [T, 512] bf16, normed, not rotated.
             positions: [T] int32 or int64.
             slots: [S <= T] int32 or int64; see :func:`preattn.v4.query_kv_insert`.
+            q_scale: float32 [T] or [T, rank / 128], for an e4m3 latent: see :func:`preattn.v4.project_query`.
 
         Returns:
             [T, P, 512] in the backend's layout, bf16 or e4m3; with a workspace a view of it, valid until its next step.
@@ -207,59 +223,54 @@ class V4Prologue(_Prologue):
         Raises:
             TypeError, ValueError, RuntimeError: as :func:`preattn.v4.query_kv_insert`; more than ``max_tokens``.
         """
-        tokens, heads = self._tokens("q_latent", q_latent, self.geometry.q_rank), self.geometry.heads
+        model, agreed = self.geometry, self.agreement
+        tokens = self._tokens("q_latent", q_latent, model.q_rank, dtype=self.weight.dtype)
         assert self.rope_table is not None
-        out: Tensor | None = None
-        if self.workspace is not None and not self._fp8:
-            out = project_query(q_latent, self.weight, self.workspace)
-            query = out[:, :heads]
-        else:
-            query = torch.mm(q_latent, self.weight.t()).unflatten(1, (heads, weights.HEAD_DIM))
-            if self.workspace is not None:
-                out = self.workspace.view(tokens)
-            elif self._in_place and not self._fp8:
-                out = query
         step: dict[str, Any] = {
             "kv": kv,
             "cache": self.cache,
             "slots": slots,
             "positions": positions,
             "rope_table": self.rope_table,
-            "record": self.agreement.record,
+            "record": agreed.record,
             "kv_scale": self.kv_scale,
         }
-        if self._interleaved and out is not None:  # already as attention reads it, which norms and rotates it itself
+        change: dict[str, Any] = {
+            "query_rope": agreed.rotates,
+            "query_norm_eps": model.eps if agreed.norms else None,
+            "layout": "chunk_interleaved" if self._interleaved else "head_major",
+        }
+        if self.workspace is not None and not self._fp8:
+            scales: dict[str, Any] = {"x_scale": q_scale, "weight_scale": self.weight_scale}
+            out = self.workspace.whole(tokens)
+            v4.project_query_kv_insert(q_latent, self.weight, **step, **change, **scales, out=out)
+            return self.workspace.view(tokens)
+        query: Tensor = torch.mm(q_latent, self.weight.t()).unflatten(1, (model.heads, weights.HEAD_DIM))
+        in_place = self.workspace is None and self._in_place and not self._fp8
+        if in_place and self._interleaved:  # already as attention reads it, which norms and rotates it itself
             v4.kv_insert(**step)
-            return out
+            return query
         return v4.query_kv_insert(
             query,
             **step,
-            query_rope=self.agreement.rotates,
-            query_norm_eps=self.geometry.eps if self.agreement.norms else None,
-            padded_heads=self.agreement.padded_heads,
-            layout="chunk_interleaved" if self._interleaved else "head_major",
+            **change,
+            padded_heads=agreed.padded_heads,
             query_scale_inv=self.query_scale_inv,
-            out=out,
+            out=query if in_place else None if self.workspace is None else self.workspace.view(tokens),
         )
 
     @property
     def _interleaved(self) -> bool:
         return self.agreement.form == "chunk_interleaved"
 
-    def _revised(self, plan: Plan) -> tuple[Form, str, dict[str, int]]:
-        if not self._in_place or self._fp8:
-            return super()._revised(plan)
-        agreed, heads, record = self.agreement, self.geometry.heads, formats.record(self.agreement.record)
-        reason = f"attention takes {heads} heads, as the projection leaves them"
-        if self.workspace is not None:
-            size = f"{self.workspace.bytes:,} bytes"
-            reason = f"the projection writes {heads} of {agreed.padded_heads} heads into a workspace of {size}"
-        if self._interleaved:
-            moved = policy.v4_bytes(plan.tokens, heads, 0, record)
-            return Form.KV_ONLY, f"{reason}: nothing is copied", moved
-        change = "normed and rotated" if agreed.norms else "their RoPE dims are rotated"
-        moved = policy.v4_bytes(plan.tokens, heads, heads, record, in_place=not agreed.norms)
-        return Form.ONE_LAUNCH, f"{reason}, {change} in place: nothing is copied", moved
+    def _warmup_options(self) -> dict[str, Any]:
+        return {"weight": self._weight_kind} if self.workspace is not None and not self._fp8 else {}
+
+    @property
+    def _weight_kind(self) -> WeightKind:
+        if self.weight_scale is None:
+            return "bf16"
+        return "e4m3" if self.weight_scale.dtype == torch.float32 else "mx"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -438,12 +449,3 @@ class DsaPrologue(_Prologue):
         assert self.geometry.indexer is not None and self.geometry.indexer.rope is not None
         pairing = self.geometry.indexer.rope.style
         return {argument: given, "index_pairing": pairing, "index_rope_table": self.indexer.rope_table}
-
-    def _revised(self, plan: Plan) -> tuple[Form, str, dict[str, int]]:
-        heads, padded = self.geometry.heads, self.agreement.padded_heads
-        if self._fp8 or self._in_place or self.agreement.form == "pair":
-            return super()._revised(plan)
-        rope_dim = self.geometry.rope.dim
-        copied = policy.dsa_query_bytes(plan.tokens, heads, padded_heads=padded, copies=True, rope_dim=rope_dim)
-        moved = plan.bytes | {name: copied[name] for name in ("query read", "query written")}
-        return plan.form, f"no workspace: the absorbed latent is copied into a new query of {padded} heads", moved

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from importlib import resources
@@ -30,19 +30,21 @@ LAYOUTS: tuple[Layout, ...] = ("head_major", "chunk_interleaved")
 class LaunchConfig:
     """The shape of a launch. It changes speed and never bits: every candidate in ``tests`` gives the same bytes.
 
-    All three are powers of two.
+    The first three are powers of two.
 
     Attributes:
         rows: query rows a program: (token, head) rows; for chunk-interleaved queries (token, chunk) rows of 64
-            heads' width; query latents (DSA norms); tokens (DSA absorption).
-        tokens: the other half's: KV tokens; (token, head) rows of the indexer (DSA query); latent dims at a
-            time (DSA absorption).
+            heads' width; query latents (DSA norms); tokens (DSA absorption, V4 projection).
+        tokens: the other half's: KV tokens; (token, head) rows of the indexer (DSA query); output dims at a
+            time (DSA absorption, V4 projection).
         num_warps: warps a program.
+        num_stages: tiles in flight of a projection's loop over the rank; other kernels have no such loop.
     """
 
     rows: int = 4
     tokens: int = 4
     num_warps: int = 4
+    num_stages: int = 3
 
 
 class Form(StrEnum):
@@ -56,6 +58,19 @@ class Form(StrEnum):
 FORMS = tuple([form.value for form in Form])
 
 
+class Projection(StrEnum):
+    """How ``wq_b`` is multiplied into what attention reads."""
+
+    MATMUL = "matmul"
+    KERNEL = "kernel"
+
+
+PROJECTIONS = tuple([projection.value for projection in Projection])
+
+WeightKind = Literal["bf16", "e4m3", "mx"]
+"""Of ``wq_b``: bf16, e4m3 with float32 scales of 128 x 128, e4m3 with UE8M0 scales of 32."""
+
+
 @dataclass(frozen=True)
 class Device:
     """What is known of a GPU: copy rate in GB/s (read + written) and the measured launch configurations."""
@@ -66,12 +81,17 @@ class Device:
     launch: dict[str, LaunchConfig] = field(default_factory=dict)
 
     def config(self, path: str, tokens: int) -> LaunchConfig:
-        """Launch configuration of a kernel path for a step of so many tokens; what is not measured is as on an H200."""
-        keys = (f"{path}_small", path) if tokens <= SMALL_STEP else (path,)
+        """Launch configuration of a kernel path for a step of so many tokens; what is not measured is as on an H200.
+
+        ``copy@512`` is that of ``copy`` for steps of at most 512 tokens, ``copy`` that of larger ones; the smallest
+        bound that holds counts.
+        """
         for known in (self.launch, device(DEFAULT_DEVICE).launch):
-            for key in keys:
-                if key in known:
-                    return known[key]
+            for bound in STEP_BOUNDS:
+                if tokens <= bound and (small := known.get(f"{path}@{bound}")):
+                    return small
+            if path in known:
+                return known[path]
         raise KeyError(path)
 
 
@@ -79,7 +99,11 @@ DEFAULT_DEVICE = "NVIDIA H200"
 """The device whose launch configurations serve where there are none."""
 
 SMALL_STEP = 512
-"""Tokens up to which a path's ``_small`` configuration holds: latency counts there, not bandwidth."""
+"""Tokens up to which most paths have a configuration of their own: latency counts there, not bandwidth."""
+STEP_BOUNDS = (16, 128, 256, SMALL_STEP)
+"""Tokens at which some path changes its configuration (the projections, by the tile that a few tokens fill)."""
+STEP_SIZES = (1, *[bound + 1 for bound in STEP_BOUNDS])
+"""One token count from each range between the bounds."""
 
 
 def slug(name: str) -> str:
@@ -120,9 +144,14 @@ def assume(device: Device) -> Iterator[None]:
         _assumed.reset(token)
 
 
+def current_device(index: int | None) -> Device:
+    """What is known of a CUDA device index (None: the CPU), or is assumed of it."""
+    return _assumed.get() or _cuda_device(index)
+
+
 def launch_config(index: int | None, path: str, tokens: int) -> LaunchConfig:
     """Launch configuration of a kernel path on a CUDA device index (None: the CPU), for so many tokens."""
-    return (_assumed.get() or _cuda_device(index)).config(path, tokens)
+    return current_device(index).config(path, tokens)
 
 
 def v4_query_path(*, interleaved: bool, norm: bool, in_place: bool) -> str:
@@ -132,6 +161,12 @@ def v4_query_path(*, interleaved: bool, norm: bool, in_place: bool) -> str:
     if interleaved:
         return "copy"
     return "norm_rows" if norm else "rows"
+
+
+def project_path(weight: WeightKind, *, norm: bool) -> str:
+    """The same for a V4 projection; a head norm keeps whole heads in a tile."""
+    path = "project" if weight == "bf16" else f"project_{weight}"
+    return f"{path}_norm" if norm else path
 
 
 def dsa_query_path(*, copies: bool, quantises: bool) -> str:
@@ -153,6 +188,11 @@ class Plan:
         tokens: tokens of the step.
         bytes: bytes each part moves, read and written, each counted once.
         expected_us: time at the device's measured copy rate, None where that is not known.
+        projection: V4 with a workspace: how ``wq_b`` is multiplied into it; with the kernel the rest of the prologue
+            is part of that launch.
+        copied: the bytes that the same step moves where a copy builds the query: what ``bytes`` has less of is not
+            copied.
+        workspace_bytes: size of the query workspace for so many tokens, which layers of a stream share; 0 without one.
     """
 
     form: Form
@@ -162,6 +202,9 @@ class Plan:
     bytes: dict[str, int]
     expected_us: float | None
     absorb: Literal["bmm", "kernel"] | None = None
+    projection: Projection | None = None
+    copied: dict[str, int] = field(default_factory=dict)
+    workspace_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -191,6 +234,19 @@ def v4_bytes(
         "latent read": tokens * 2 * 512,
         "record written": tokens * record.bytes,
         "RoPE table, slots, positions": tokens * (64 * 4 + 16),
+    }
+
+
+def v4_project_bytes(tokens: int, heads: int, rank: int, weight: WeightKind, record: Record) -> dict[str, int]:
+    """Bytes that a V4 projection with its prologue moves for ``tokens`` tokens, each counted once."""
+    size = 2 if weight == "bf16" else 1
+    scales = {"bf16": 0, "e4m3": heads * rank // 8, "mx": heads * 16 * rank}[weight]
+    kv = v4_bytes(tokens, heads, 0, record)
+    return {
+        "weight": heads * 512 * rank * size + scales,
+        "query latent read": tokens * rank * size,
+        **kv,
+        "query written": tokens * 2 * 512 * heads,
     }
 
 
@@ -254,6 +310,8 @@ def choose(
     record: str | None = None,
     device_name: str = DEFAULT_DEVICE,
     captured: bool = False,
+    workspace: bool | None = None,
+    weight: WeightKind = "bf16",
 ) -> Plan:
     """Choose what a step of one layer's prologue runs.
 
@@ -264,6 +322,9 @@ def choose(
         record: the KV record; the first that model and backend share when None.
         device_name: as ``torch.cuda.get_device_name`` says it.
         captured: the step runs inside a CUDA graph.
+        workspace: the projection writes into a query workspace (:mod:`preattn.workspace`). False: into a query of its
+            own, which a copy pads. None: DSA's absorb matmul has a packed buffer to fill, V4's query is padded.
+        weight: V4: what ``wq_b`` is made of.
 
     Raises:
         ValueError: model, backend and record do not fit, or ``tokens`` is negative.
@@ -272,18 +333,56 @@ def choose(
         raise ValueError(f"tokens: expected at least 0; got {tokens}")
     agreed = negotiate(geometry, backend or usual_backend(geometry), record=record)
     found = device(device_name)
-    absorb: Literal["bmm", "kernel"] | None = None
     if geometry.family == "v4":
-        form, reason, moved = _choose_v4(geometry, agreed, tokens, found, captured)
+        plan = _choose_v4(geometry, agreed, tokens, found, captured, bool(workspace), weight)
     else:
-        fp8 = agreed.query_dtype == "e4m3"
-        absorb = "kernel" if fp8 and found.measured and tokens >= ABSORB_KERNEL_TOKENS else "bmm"
-        form, (reason, moved) = Form.ONE_LAUNCH, _choose_dsa(geometry, agreed, tokens, absorb)
-        if not found.measured:
-            reason += "; this device is not measured"
+        plan = _choose_dsa(geometry, agreed, tokens, found, workspace is not False)
     rate = found.copy_gbps
-    expected = sum(moved.values()) / rate / 1e3 if rate else None
-    return Plan(form, agreed, reason, tokens, moved, expected, absorb)
+    return replace(plan, expected_us=plan.total_bytes / rate / 1e3 if rate else None)
+
+
+PROJECT_KERNEL_TOKENS: dict[str, int] = {
+    "project": 256,
+    "project_e4m3": 128,
+    "project_norm": 0,
+    "project_e4m3_norm": 16,
+}
+"""Tokens up to which one launch of ours beats the library's matmul and the launch after it (H200), by kernel path."""
+
+
+def library_multiplies(weight: WeightKind, layout: Layout, tokens: int) -> bool:
+    """Whether torch has a matmul that takes these operands and writes where attention reads.
+
+    ``torch._scaled_mm`` takes 128 x 128 scales of the weight and column-major ones of 128 dims of a token, columns at
+    multiples of 16 bytes; it has no batched form, which a chunk-interleaved query would need.
+    """
+    if weight == "e4m3":
+        return layout == "head_major" and tokens % 4 == 0
+    return weight == "bf16"
+
+
+def projection(
+    found: Device, weight: WeightKind, *, tokens: int, norm: bool = False, matmul: bool = True, kernel: bool = True
+) -> tuple[Projection, str]:
+    """Choose how a V4 projection runs, and say why.
+
+    Args:
+        found: the device.
+        weight: what ``wq_b`` is made of.
+        tokens: of the step.
+        norm: heads are normed.
+        matmul: the library takes these operands (:func:`library_multiplies`).
+        kernel: our kernel does.
+    """
+    if not matmul:
+        return Projection.KERNEL, "no library matmul takes these operands and writes where attention reads"
+    if not kernel:
+        return Projection.MATMUL, "the projection kernel takes ranks that are multiples of 64"
+    if not found.measured:
+        return Projection.MATMUL, "the library's matmul by default: this device is not measured"
+    if tokens <= PROJECT_KERNEL_TOKENS[project_path(weight, norm=norm)]:
+        return Projection.KERNEL, "one launch projects, finishes the query and stores KV: the fastest for so few tokens"
+    return Projection.MATMUL, "the library's matmul is the fastest for so many tokens"
 
 
 def usual_backend(geometry: Geometry) -> str:
@@ -294,19 +393,49 @@ def usual_backend(geometry: Geometry) -> str:
 
 
 def _choose_v4(
-    geometry: Geometry, agreed: Agreement, tokens: int, found: Device, captured: bool
-) -> tuple[Form, str, dict[str, int]]:
-    padded, kv_record = agreed.padded_heads, find_record(agreed.record)
-    if padded == geometry.heads and not (agreed.norms or agreed.rotates):
-        reason = f"attention takes {padded} heads as they are and rotates them itself: the query is left alone"
-        return Form.KV_ONLY, reason, v4_bytes(tokens, geometry.heads, 0, kv_record)
-    if not found.measured:
-        reason = "one launch by default: this device is not measured"
-    elif captured:
-        reason = "in a graph, one launch is the fastest form measured at every token count"
-    else:
-        reason = "one launch is the fastest form measured at every token count, and costs the host a launch less"
-    return Form.ONE_LAUNCH, reason, v4_bytes(tokens, geometry.heads, padded, kv_record)
+    geometry: Geometry,
+    agreed: Agreement,
+    tokens: int,
+    found: Device,
+    captured: bool,
+    workspace: bool,
+    weight: WeightKind,
+) -> Plan:
+    heads, padded, kv_record = geometry.heads, agreed.padded_heads, find_record(agreed.record)
+    fp8 = agreed.query_dtype == "e4m3"
+    touched = agreed.norms or agreed.rotates
+    change = "normed and rotated" if agreed.norms else "rotated"
+    in_place = v4_bytes(tokens, heads, heads, kv_record, in_place=not agreed.norms)
+    copy = v4_bytes(tokens, heads, padded, kv_record, fp8_query=fp8)
+    kv_only = v4_bytes(tokens, heads, 0, kv_record)
+    plan = Plan(Form.ONE_LAUNCH, agreed, "", tokens, copy, None, copied=copy)
+    if workspace:
+        plan = replace(plan, workspace_bytes=tokens * padded * 512 * (1 if fp8 else 2))
+    if fp8 or not (workspace or padded == heads):
+        if not found.measured:
+            reason = "one launch by default: this device is not measured"
+        elif captured:
+            reason = "in a graph, one launch is the fastest form measured at every token count"
+        else:
+            reason = "one launch is the fastest form measured at every token count, and costs the host a launch less"
+        return replace(plan, reason=reason)
+    if not workspace:  # the projection is the caller's own
+        if not touched:
+            reason = f"attention takes {padded} heads as they are and rotates them itself: the query is left alone"
+            return replace(plan, form=Form.KV_ONLY, reason=reason, bytes=kv_only)
+        reason = f"attention takes {padded} heads, as the projection leaves them, {change} in place: nothing is copied"
+        return replace(plan, reason=reason, bytes=in_place)
+    layout: Layout = "chunk_interleaved" if agreed.form == "chunk_interleaved" else "head_major"
+    projection_form, why = projection(
+        found, weight, tokens=tokens, norm=agreed.norms, matmul=library_multiplies(weight, layout, tokens)
+    )
+    reason = f"the projection writes {heads} of {padded} heads where attention reads them: nothing is copied; {why}"
+    if projection_form == Projection.KERNEL:
+        return replace(plan, reason=reason, bytes=kv_only, projection=projection_form)
+    if not touched:
+        return replace(plan, form=Form.KV_ONLY, reason=reason, bytes=kv_only, projection=projection_form)
+    reason += f"; they are {change} in place"
+    return replace(plan, reason=reason, bytes=in_place, projection=projection_form)
 
 
 ABSORB_KERNEL_TOKENS = 1024
@@ -314,29 +443,28 @@ ABSORB_KERNEL_TOKENS = 1024
 ``torch.bmm`` and the cast of :func:`preattn.dsa.query`; below, it was not measured."""
 
 
-def _choose_dsa(
-    geometry: Geometry, agreed: Agreement, tokens: int, absorb: Literal["bmm", "kernel"]
-) -> tuple[str, dict[str, int]]:
-    rope_dim, indexer = geometry.rope.dim, geometry.indexer
-    fp8 = agreed.query_dtype == "e4m3"
+def _choose_dsa(geometry: Geometry, agreed: Agreement, tokens: int, found: Device, workspace: bool) -> Plan:
+    rope_dim, indexer, heads = geometry.rope.dim, geometry.indexer, geometry.heads
+    fp8, pair = agreed.query_dtype == "e4m3", agreed.form == "pair"
+    absorb: Literal["bmm", "kernel"] = "bmm"
+    if fp8 and found.measured and tokens >= ABSORB_KERNEL_TOKENS:
+        absorb = "kernel"
     index_heads = indexer.heads or 0 if indexer else 0
-    if agreed.form == "pair":
+    in_place = workspace or agreed.padded_heads == heads
+    copies = not pair and (not in_place or (fp8 and absorb == "bmm"))
+    if pair:
         reason = f"{agreed.backend.name} reads the latent and the rotated dims apart: nothing is packed"
+    elif not in_place:
+        reason = f"no workspace: the absorbed latent is copied into a new query of {agreed.padded_heads} heads"
     elif absorb == "kernel":
         reason = "the absorb kernel casts to e4m3 as it multiplies, straight into the packed query"
     elif fp8:
         reason = "bmm, then one pass casts and packs: the absorb kernel is not measured for so few tokens"
     else:
         reason = "the absorb matmul fills the front of the packed query, RoPE its tail: nothing is concatenated"
-    query = dsa_query_bytes(
-        tokens,
-        geometry.heads,
-        index_heads=index_heads,
-        padded_heads=agreed.padded_heads,
-        copies=fp8 and absorb == "bmm",
-        fp8_query=fp8,
-        rope_dim=rope_dim,
-    )
+    if not found.measured:
+        reason += "; this device is not measured"
+
     norm = dsa_norm_rope_bytes(
         tokens,
         geometry.q_rank,
@@ -345,6 +473,30 @@ def _choose_dsa(
         top_k=(indexer.top_k or 0) if indexer else 0,
         rope_dim=rope_dim,
     )
-    tables = "RoPE table, positions"
-    norm["RoPE tables, slots, positions"] = norm.pop("RoPE table, slots, positions") + query.pop(tables)
-    return reason, norm | query
+
+    def with_query(*, copies: bool) -> dict[str, int]:
+        query = dsa_query_bytes(
+            tokens,
+            heads,
+            index_heads=index_heads,
+            padded_heads=agreed.padded_heads,
+            copies=copies,
+            fp8_query=fp8,
+            rope_dim=rope_dim,
+        )
+        both = dict(norm)
+        tables = both.pop("RoPE table, slots, positions") + query.pop("RoPE table, positions")
+        return both | {"RoPE tables, slots, positions": tables} | query
+
+    size = tokens * agreed.padded_heads * (512 + rope_dim) * (1 if fp8 else 2)
+    return Plan(
+        Form.ONE_LAUNCH,
+        agreed,
+        reason,
+        tokens,
+        with_query(copies=copies or (fp8 and pair)),
+        None,
+        absorb,
+        copied=with_query(copies=not pair or fp8),
+        workspace_bytes=size if workspace and not pair else 0,
+    )

@@ -17,7 +17,7 @@ from typing import Any
 from . import policy
 from .cases.base import Call, Case
 from .cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
-from .cases.v4 import V4Case
+from .cases.v4 import ProjectCase, V4Case
 from .policy import SMALL_STEP, Device, LaunchConfig
 
 PATHS: dict[str, Case] = {
@@ -31,15 +31,27 @@ PATHS: dict[str, Case] = {
     "dsa_query_e4m3": DsaQueryCase(128, latent="transposed", fp8_query=True),
     "dsa_norm_rope": NormRopeCase(rank=2048),
     "dsa_absorb": AbsorbCase(16),
+    "project": ProjectCase(32, 64, rope=True, rank=1024),
+    "project_e4m3": ProjectCase(32, 64, layout="chunk_interleaved", weight="e4m3", grouped=True, rank=1024),
+    "project_mx": ProjectCase(32, 64, rope=True, weight="mx", rank=1024),
 }
 """The case that stands for each kernel path."""
 
-LARGE_TOKENS = 16384
-SMALL_TOKENS = 64
+STEPS = {"": 16384, f"@{SMALL_STEP}": 64}
+"""Tokens at which the configurations of a path are searched: of large steps, and up to a bound."""
+PROJECTION_STEPS = {"": 8192, "@256": 256, "@128": 64, "@16": 8}
+"""The same for projections, whose tiles a few tokens do not fill."""
 
 
-def _product(rows: tuple[int, ...], tokens: tuple[int, ...], warps: tuple[int, ...]) -> tuple[LaunchConfig, ...]:
-    return tuple([LaunchConfig(r, t, w) for r in rows for t in tokens for w in warps])
+def steps(path: str) -> dict[str, int]:
+    """Tokens at which each configuration of a path is searched, by the suffix of its key."""
+    return PROJECTION_STEPS if path.startswith("project") else STEPS
+
+
+def _product(
+    rows: tuple[int, ...], tokens: tuple[int, ...], warps: tuple[int, ...], stages: tuple[int, ...] = (3,)
+) -> tuple[LaunchConfig, ...]:
+    return tuple([LaunchConfig(r, t, w, s) for r in rows for t in tokens for w in warps for s in stages])
 
 
 _HEAD_ROWS = _product((2, 4, 8), (2, 4), (1, 2, 4))
@@ -55,18 +67,29 @@ CANDIDATES: dict[str, tuple[LaunchConfig, ...]] = {
     "dsa_query_e4m3": _product((4, 8, 16), (16, 32), (2, 4)),
     "dsa_norm_rope": _product((1, 2, 4), (1, 2), (4, 8)),
     "dsa_absorb": _product((64, 128, 256), (64, 128), (4, 8)),
+    "project": (
+        *_product((16,), (64, 128), (4,), (4, 6)),
+        *_product((64, 128), (128,), (4,), (3, 4)),
+        *_product((64, 128), (128, 256), (8,), (3, 4)),
+    ),
+    "project_e4m3": (
+        *_product((16, 32), (64, 128), (4,), (4, 6)),
+        *_product((64,), (64, 128), (4,), (3, 4)),
+        *_product((128,), (64, 128), (8,), (3,)),
+    ),
+    "project_mx": (*_product((16, 32), (64, 128), (4,), (6, 8)), *_product((64,), (64, 128), (4,), (4, 6))),
 }
-"""What is tried for each path: rows x tokens x warps, twelve or more."""
+"""What is tried for each path: rows x tokens x warps x stages, twelve or more."""
 
 
 def arms(path: str, call: Call) -> dict[str, Callable[[], Any]]:
-    """The call under each candidate of a path, by ``rows x tokens x warps``."""
+    """The call under each candidate of a path, by ``rows x tokens x warps x stages``."""
 
     def run(config: LaunchConfig) -> Any:
         with policy.assume(Device("candidate", launch={path: config})):
             return call.function(**call.arguments)
 
-    return {f"{c.rows}x{c.tokens}x{c.num_warps}": partial(run, c) for c in CANDIDATES[path]}
+    return {f"{c.rows}x{c.tokens}x{c.num_warps}x{c.num_stages}": partial(run, c) for c in CANDIDATES[path]}
 
 
 def search(path: str, tokens: int) -> list[tuple[float, LaunchConfig]]:
@@ -79,13 +102,12 @@ def search(path: str, tokens: int) -> list[tuple[float, LaunchConfig]]:
 
 
 def tune(device: Device, report: Callable[[str, float, LaunchConfig], None]) -> Device:
-    """Search every path at a large and a small step; the device with its winners. ``report`` hears of each."""
+    """Search every path at a step of each size; the device with its winners. ``report`` hears of each."""
     launch = dict(device.launch)
     for path in PATHS:
-        for key, tokens in ((path, LARGE_TOKENS), (f"{path}_small", SMALL_TOKENS)):
-            assert (tokens <= SMALL_STEP) == key.endswith("_small")
-            microseconds, launch[key] = search(path, tokens)[0]
-            report(key, microseconds, launch[key])
+        for suffix, tokens in steps(path).items():
+            microseconds, launch[path + suffix] = search(path, tokens)[0]
+            report(path + suffix, microseconds, launch[path + suffix])
     return replace(device, measured=True, launch=launch)
 
 

@@ -18,7 +18,7 @@ import torch
 from . import dsa, formats, v4
 from .dispatch import hold, interpreting
 from .geometry import Geometry
-from .policy import SMALL_STEP, Form, Layout
+from .policy import STEP_SIZES, Form, Layout, WeightKind
 from .reference.numerics import Pairing
 
 Progress = Callable[[int, int], None]
@@ -41,6 +41,7 @@ def warmup(
     index_block_size: int | None = None,
     index_weights_dtype: torch.dtype = torch.float32,
     rope_output: Pairing = "interleaved",
+    weight: WeightKind | None = None,
     device: torch.device | str = "cuda",
     progress: Progress | None = None,
 ) -> int:
@@ -62,6 +63,7 @@ def warmup(
             None).
         index_weights_dtype: DSA: of the indexer's head weights.
         rope_output: DSA: order of rotated dims (see :func:`preattn.dsa.query`).
+        weight: V4: what ``wq_b`` is made of, where it is projected into a workspace; None: it is not.
         device: where it will run.
         progress: called with (done, total) after each variant.
 
@@ -96,10 +98,11 @@ def warmup(
         index_block_size=index_block_size or block_size,
         index_weights_dtype=index_weights_dtype,
         rope_output=rope_output,
+        weight=weight,
         device=device,
     )
     with hold() as launches:
-        for tokens in (1, SMALL_STEP + 1):
+        for tokens in STEP_SIZES:
             for call in _v4_calls(deployment, tokens) if v4_family else _dsa_calls(deployment, tokens):
                 call()
     compiled = 0
@@ -129,6 +132,7 @@ class _Deployment:
     index_block_size: int
     index_weights_dtype: torch.dtype
     rope_output: Pairing
+    weight: WeightKind | None
     device: torch.device
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -177,8 +181,35 @@ def _v4_calls(d: _Deployment, tokens: int) -> Iterator[Callable[[], object]]:
         yield partial(v4.query_kv_insert, **in_place)
         yield partial(v4.query_kv_insert, **arguments, query_scale_inv=scale)
     yield partial(v4.pad_query, query, padded, layout=d.layout)
+    yield from _projections(d, tokens, step)
     for weight_dtype in (d.dtype, torch.float32):
         yield partial(v4.kv_insert, **step, norm_weight=d.zeros(512, dtype=weight_dtype))
+
+
+def _projections(d: _Deployment, tokens: int, step: dict[str, Any]) -> Iterator[Callable[[], object]]:
+    """Projections into a workspace as the plan chooses them, with every form of scales; none of an unknown rank."""
+    rank, rows = d.geometry.q_rank, d.geometry.heads * 512
+    if d.weight is None or not rank:
+        return
+    dtype = torch.bfloat16 if d.weight == "bf16" else torch.float8_e4m3fn
+    scales: list[dict[str, Any]] = [{}]
+    if d.weight != "bf16":
+        down, kind = (rank // 128, torch.float32) if d.weight == "e4m3" else (rank // 32, torch.uint8)
+        weight_scale = d.zeros(rows // 128 if d.weight == "e4m3" else rows, down, dtype=kind)
+        groups = d.zeros(rank // 128, tokens, dtype=torch.float32).t()
+        scales = [{"x_scale": x_scale, "weight_scale": weight_scale} for x_scale in (groups, groups[:, 0])]
+    rotates = d.layout == "head_major"
+    arguments = {
+        **step,
+        "x": d.zeros(tokens, rank, dtype=dtype),  # rows of their own: the copy engine takes no others
+        "weight": d.zeros(rows, rank, dtype=dtype),
+        "layout": d.layout,
+        "out": d.zeros(tokens, d.padded_heads, 512, dtype=torch.bfloat16),
+        "query_rope": rotates,
+        "query_norm_eps": d.geometry.eps if d.geometry.query_norm else None,
+    }
+    for given in scales:
+        yield partial(v4.project_query_kv_insert, **arguments, **given)
 
 
 def _dsa_calls(d: _Deployment, tokens: int) -> Iterator[Callable[[], object]]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import dsa, weights
+from . import dsa, v4, weights
 from .backends import Agreement, QueryForm, negotiate
 from .geometry import Geometry
+from .policy import Layout
 
 
 class QueryWorkspace:
@@ -82,9 +83,15 @@ class QueryWorkspace:
             ValueError: ``tokens`` is negative or more than the workspace has.
             RuntimeError: debug mode, and something wrote into the tail.
         """
-        self._check_tokens(tokens)
+        buffer = self.whole(tokens)
         if self.debug:
             self.verify(f"a step of {tokens} tokens")
+        return buffer
+
+    def whole(self, tokens: int) -> Tensor:
+        """The buffer of a step, to be written: as :meth:`view`, without its verification."""
+        if not 0 <= tokens <= self.buffer.shape[0]:
+            raise ValueError(f"tokens: expected 0 to {self.buffer.shape[0]}; got {tokens}")
         return self.buffer[:tokens]
 
     def live(self, tokens: int) -> Tensor:
@@ -95,8 +102,7 @@ class QueryWorkspace:
         Raises:
             ValueError: ``tokens`` is negative or more than the workspace has.
         """
-        self._check_tokens(tokens)
-        buffer, heads = self.buffer[:tokens], self.heads
+        buffer, heads = self.whole(tokens), self.heads
         if self.form == "chunk_interleaved":
             return weights.as_chunks(buffer)[:, :, :heads].permute(1, 0, 2, 3).flatten(2)
         if self.form == "head_major":
@@ -123,44 +129,48 @@ class QueryWorkspace:
                 f"of the tail {tuple(tail.shape)}"
             )
 
-    def _check_tokens(self, tokens: int) -> None:
-        if not 0 <= tokens <= self.buffer.shape[0]:
-            raise ValueError(f"tokens: expected 0 to {self.buffer.shape[0]}; got {tokens}")
 
-
-def project_query(x: Tensor, weight: Tensor, workspace: QueryWorkspace) -> Tensor:
-    """Project into a workspace: one matmul, and no copy after it. The bits are those of the plain projection.
+def project_query(
+    x: Tensor,
+    weight: Tensor,
+    workspace: QueryWorkspace,
+    *,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+) -> Tensor:
+    """Project into a workspace: one matmul, and no copy after it.
 
     Args:
         x: V4 family: the (normed) query latent [T, rank]. DSA: ``q_nope`` [T, H, nope].
-        weight: ``chunk_interleaved``: ``wq_b`` permuted by :func:`preattn.weights.interleave_query_rows`, [H * 512,
-            rank]. ``head_major``: ``wq_b`` as it is. ``packed``: ``W_UK`` [H, nope, 512]. All bf16.
+        weight: V4 family: ``wq_b`` as :func:`preattn.v4.project_query` takes it for the workspace's form. DSA: ``W_UK``
+            [H, nope, 512].
         workspace: where the query goes; its dtype must be bf16 (an e4m3 packed query needs a scale:
             :func:`preattn.dsa.absorb_query`).
+        x_scale: V4 family, for e4m3 operands: see there.
+        weight_scale: likewise.
 
     Returns:
         ``workspace.view(T)``.
 
     Raises:
-        TypeError: a dtype that is not bf16.
+        TypeError: a dtype that does not fit.
         ValueError: a shape that does not fit, or more tokens than the workspace has.
     """
-    for name, tensor in (("x", x), ("weight", weight), ("workspace", workspace.buffer)):
-        if tensor.dtype != torch.bfloat16:
-            raise TypeError(f"{name}: expected dtype torch.bfloat16; got {tensor.dtype}")
+    if workspace.buffer.dtype != torch.bfloat16:
+        raise TypeError(f"workspace: expected dtype torch.bfloat16; got {workspace.buffer.dtype}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor; got {type(x).__name__}")
     tokens = x.shape[0]
+    out = workspace.whole(tokens)
     if workspace.form == "packed":
-        dsa.absorb_query(x, weight, out=workspace.buffer[:tokens])
-        return workspace.view(tokens)
-    rows = workspace.heads * weights.HEAD_DIM
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape != (rows, x.shape[1]):
-        raise ValueError(
-            f"weight: expected shape [{rows}, {x.shape[-1]}] for x {list(x.shape)}; got {list(weight.shape)}"
-        )
-    live = workspace.live(tokens)
-    if workspace.form == "head_major":
-        torch.mm(x, weight.t(), out=live)
+        for name, scale in (("x_scale", x_scale), ("weight_scale", weight_scale)):
+            if scale is not None:
+                raise ValueError(f"{name}: expected None for a packed query; got a tensor")
+        dsa.absorb_query(x, weight, out=out)
     else:
-        batch = weights.query_chunks(weight)
-        torch.bmm(x.expand(len(batch), *x.shape), batch.transpose(1, 2), out=live)
+        rows = workspace.heads * v4.HEAD_DIM
+        if isinstance(weight, Tensor) and weight.shape[0] != rows:
+            raise ValueError(f"weight: expected {rows} rows for {workspace.heads} heads; got {weight.shape[0]}")
+        layout: Layout = "chunk_interleaved" if workspace.form == "chunk_interleaved" else "head_major"
+        v4.project_query(x, weight, out, layout=layout, x_scale=x_scale, weight_scale=weight_scale)
     return workspace.view(tokens)

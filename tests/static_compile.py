@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from preattn import policy
 from preattn.cases import CASES
 from preattn.dispatch import hold
-from preattn.kernels.launch import OPTIONS, Launch
+from preattn.kernels.launch import OPTIONS, Launch, Tile
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -55,6 +55,9 @@ def source(launch: Launch) -> ASTSource:
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
+        elif isinstance(value, Tile):
+            block = ",".join(map(str, value.block))
+            signature[parameter.name] = f"tensordesc<{POINTERS[value.dtype][1:]}[{block}]>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
@@ -107,7 +110,7 @@ def launches(*, small: bool) -> Iterator[tuple[str, Launch]]:
     """What every case of the registry launches on an H200, once per variant, in small steps or in large ones."""
     device = policy.device("NVIDIA H200")
     if not small:
-        large = {path: config for path, config in device.launch.items() if not path.endswith("_small")}
+        large = {path: config for path, config in device.launch.items() if "@" not in path}
         device = dataclasses.replace(device, launch=large)
     seen = set()
     for case in CASES:

@@ -469,14 +469,15 @@ def test_a_plan_says_what_is_copied() -> None:
     free = v4_layer(model, "flashmla-mega", workspace=workspace).explain(tokens, device_name="NVIDIA H200")
     copied = v4_layer(model, "flashmla-mega").explain(tokens, device_name="NVIDIA H200")
     assert free.form == policy.Form.KV_ONLY and free.bytes["query written"] == 0
-    assert "writes 32 of 64 heads into a workspace of 458,752 bytes: nothing is copied" in free.reason
+    assert "writes 32 of 64 heads where attention reads them: nothing is copied" in free.reason
+    assert free.workspace_bytes == workspace.bytes and free.copied == copied.bytes == copied.copied
     assert copied.form == policy.Form.ONE_LAUNCH and copied.bytes["query written"] == tokens * 65536
     assert free.expected_us and copied.expected_us and free.expected_us < copied.expected_us / 10
 
     rotated = v4_layer(
         V41.shard(2), "flashmla-v4", workspace=QueryWorkspace(V41.shard(2), "flashmla-v4", MOST, device="cpu")
     ).explain(tokens)
-    assert "RoPE dims are rotated in place" in rotated.reason and rotated.bytes["query written"] == tokens * 32 * 128
+    assert rotated.reason.endswith("they are rotated in place") and rotated.bytes["query written"] == tokens * 32 * 128
     whole = v4_layer(V4, "flashmla-v4").explain(tokens)
     assert "as the projection leaves them, normed and rotated in place" in whole.reason
     assert whole.bytes["query written"] == tokens * 64 * 1024 and whole.expected_us is None

@@ -97,9 +97,9 @@ def test_configs_survive_a_round_trip(tmp_path) -> None:  # type: ignore[no-unty
 
 def test_small_steps_have_configurations_of_their_own() -> None:
     small, large = policy.LaunchConfig(1, 1, 4), policy.LaunchConfig(2, 4, 1)
-    device = policy.Device("x", launch={"copy": large, "copy_small": small})
+    device = policy.Device("x", launch={"copy": large, "copy@512": small})
     assert device.config("copy", policy.SMALL_STEP) == small
     assert device.config("copy", policy.SMALL_STEP + 1) == large
-    assert device.config("rows", 1) == policy.device("NVIDIA H200").launch["rows_small"]
+    assert device.config("rows", 1) == policy.device("NVIDIA H200").launch["rows@512"]
     with pytest.raises(KeyError, match="nothing"):
         device.config("nothing", 1)

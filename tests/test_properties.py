@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from preattn import dsa, formats, v4
+from preattn import dsa, formats, policy, v4
 from preattn.dispatch import Backend, backend
 
 pytestmark = [
@@ -240,7 +240,7 @@ FLAG = st.booleans()
 @given(NUMBERS, TOKENS, HEADS, st.data())
 def test_v4_query_kv_insert(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
     memory = Memory(number)
-    dtype, layout = data.draw(DTYPES), data.draw(st.sampled_from(v4.policy.LAYOUTS))
+    dtype, layout = data.draw(DTYPES), data.draw(st.sampled_from(policy.LAYOUTS))
     record = data.draw(st.sampled_from(list(v4.RECORDS)))
     padded = data.draw(st.sampled_from((None, 0, heads, heads + 1, 2 * heads, 16)))
     major = layout == "head_major"
@@ -305,7 +305,7 @@ def test_v4_kv_insert(number: int, tokens: int, data: st.DataObject) -> None:
 @given(NUMBERS, TOKENS, HEADS, st.data())
 def test_v4_pad_query(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
     memory = Memory(number)
-    dtype, layout = data.draw(DTYPES), data.draw(st.sampled_from(v4.policy.LAYOUTS))
+    dtype, layout = data.draw(DTYPES), data.draw(st.sampled_from(policy.LAYOUTS))
     padded = heads + data.draw(st.integers(0, 9))
     query = memory.rows(tokens, heads, 512, dtype=dtype, inner=1 if layout == "head_major" else 2)
     out = memory.tensor(tokens, padded, 512, dtype=dtype, inner=2, written=True) if data.draw(FLAG) else None

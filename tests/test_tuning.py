@@ -12,7 +12,7 @@ from preattn.dispatch import hold
 def test_every_path_has_a_dozen_candidates_that_reach_its_kernel(path: str) -> None:
     candidates = tuning.CANDIDATES[path]
     assert len(set(candidates)) == len(candidates) >= 12
-    call = tuning.PATHS[path].build(2)
+    call = tuning.PATHS[path].build(129)  # more than few tokens, for which a projection narrows its tiles
     launches = []
     for arm in tuning.arms(path, call).values():
         with hold() as held:
@@ -25,5 +25,7 @@ def test_winners_are_kept_for_large_and_small_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tuning, "search", lambda path, tokens: [(1.5, policy.LaunchConfig(1, 1, min(tokens, 8)))])
     heard: list[str] = []
     device = tuning.tune(policy.Device("x", copy_gbps=1.0), lambda path, time, config: heard.append(path))
-    assert heard == [key for path in tuning.PATHS for key in (path, f"{path}_small")]
+    assert heard == [path + suffix for path in tuning.PATHS for suffix in tuning.steps(path)]
+    bounds = {int(key.partition("@")[2]) for key in heard if "@" in key}
+    assert bounds <= set(policy.STEP_BOUNDS)
     assert device.measured and device.launch.keys() == set(heard)

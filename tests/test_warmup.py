@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from preattn import formats, v4
 from preattn.cases.dsa import DsaQueryCase, NormRopeCase
+from preattn.cases.v4 import ProjectCase
 from preattn.geometry import geometry
 from preattn.kernels import launch
+from preattn.policy import Layout, WeightKind
 from preattn.warmup import warmup
 
 TOKENS = (1, 2, 15, 16, 17, 33, 257, 4096)
@@ -50,6 +54,31 @@ def test_no_call_compiles_after_warmup(name: str, tp: int, record: str, device: 
         _calls(name, tp, record, tokens, device)
     assert launch.compilations() == compiled
     assert warmup(shard, record, device=device) == 0
+
+
+@pytest.mark.parametrize(("name", "weight"), [("deepseek-v4-flash", "bf16"), ("deepseek-v4.1-flash", "e4m3")])
+def test_no_projection_compiles_after_warmup(name: str, weight: WeightKind, device: str) -> None:
+    shard = dataclasses.replace(geometry(name).shard(8), q_rank=128)
+    layout: Layout = "head_major" if shard.query_norm else "chunk_interleaved"
+    record = shard.records.window[0]
+    warmup(shard, weight=weight, device=device)
+    compiled = launch.compilations()
+    for tokens in (1, 5, 40, 200, 300, 2048) if device == "cuda" else (1, 3):
+        for grouped in {False, weight != "bf16"}:
+            case = ProjectCase(
+                shard.heads,
+                shard.padded_heads,
+                record=record,
+                layout=layout,
+                weight=weight,
+                norm=shard.query_norm,
+                rope=shard.query_norm,
+                grouped=grouped,
+                rank=128,
+            )
+            call = case.build(tokens, device)
+            call.function(**{**call.arguments, "form": None})
+    assert launch.compilations() == compiled
 
 
 def test_what_was_not_warmed_is_noticed(device: str) -> None:

@@ -24,15 +24,15 @@ import torch
 import preattn
 
 from .. import dsa, tuning
-from ..cases.base import Call, Case, rope_table
+from ..cases.base import Call, Case
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
-from ..cases.v4 import KvCase, PadCase, V4Case
-from ..policy import Form, slug
+from ..cases.v4 import KvCase, PadCase, ProjectCase, V4Case
+from ..policy import slug
 from . import peers, timing
+from .arms import LESS, Arm, arms_of, storable
 from .timing import Times
 
 Clock = Literal["cold", "warm", "host"]
-Arm = Callable[[], Any]
 
 CHECKED_TOKENS = 257
 CLOCKS: dict[Clock, Callable[[dict[str, Arm]], dict[str, Times]]] = {
@@ -82,6 +82,15 @@ _ABSORBED = (
 )
 _NORMS = (NormRopeCase(rank=2048), NormRopeCase(rank=1536, record="bf16"))
 
+_PROJECTIONS = (
+    ProjectCase(32, 64, layout="chunk_interleaved", rank=1024),
+    ProjectCase(32, 64, rope=True, rank=1024),
+    ProjectCase(16, 64, record="v4_fp8", norm=True, rope=True, rank=1024),
+    ProjectCase(32, 64, layout="chunk_interleaved", weight="e4m3", grouped=True, rank=1024),
+    ProjectCase(32, 64, weight="e4m3", rope=True, grouped=True, rank=1024),
+    ProjectCase(32, 64, weight="mx", rope=True, rank=1024),
+)
+
 SUITES: tuple[Suite, ...] = (
     Suite("pad", "v4", (_PAD,), (512, 1024, 2048, 4096, 8192, 16384), ("cold", "warm")),
     Suite("shards", "v4", tuple([V4Case(heads, padded) for heads, padded in _SHARDS]), (4096, 16384)),
@@ -93,6 +102,11 @@ SUITES: tuple[Suite, ...] = (
     Suite("sweep_copy", "v4", (tuning.PATHS["copy"],), (16384,), sweep="copy"),
     Suite("sweep_norm_rows", "v4", (tuning.PATHS["norm_rows"],), (16384,), sweep="norm_rows"),
     Suite("sweep_dsa_query", "dsa", (tuning.PATHS["dsa_query"],), (16384,), sweep="dsa_query"),
+    Suite("project", "projection", _PROJECTIONS, (512, 1024, 2048, 4096, 8192, 16384)),
+    Suite("project_graph", "projection", _PROJECTIONS, (1, 8, 64, 256), ("warm", "cold")),
+    Suite("project_host", "projection", _PROJECTIONS[:1], (16,), ("host",)),
+    Suite("sweep_project", "projection", (tuning.PATHS["project"],), (8, 64, 256), sweep="project"),
+    Suite("sweep_project_e4m3", "projection", (tuning.PATHS["project_e4m3"],), (8, 64, 8192), sweep="project_e4m3"),
     Suite("dsa_query", "dsa", _QUERIES, (64, 256, 1024, 4096, 16384, 65536)),
     Suite("dsa_fp8_query", "dsa", _FP8_QUERIES, (64, 1024, 16384)),
     Suite("dsa_other_queries", "dsa", _OTHER_QUERIES, (1024, 16384)),
@@ -102,99 +116,6 @@ SUITES: tuple[Suite, ...] = (
     Suite("dsa_host", "dsa", (DsaQueryCase(16), _NORMS[0]), (16,), ("host",)),
     Suite("host", "v4", (_PAD, _V4_SHARD), (16,), ("host",)),
 )
-
-
-def storable(call: Call) -> Call:
-    """Give every row a slot of its own: registry cases mix in slots outside the cache, where engines' ops write."""
-    for slots_name, cache_name in (("slots", "cache"), ("index_slots", "index_cache")):
-        slots, cache = call.arguments.get(slots_name), call.arguments.get(cache_name)
-        if slots is None or cache is None:
-            continue
-        generator = torch.Generator().manual_seed(0)
-        chosen = torch.randperm(cache.shape[0] * cache.shape[1], generator=generator)[: slots.shape[0]]
-        call.arguments[slots_name] = chosen.to(slots.dtype).to(slots.device)
-    return call
-
-
-def _v4_arms(case: V4Case, call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
-    arguments = dict(call.arguments)
-    if not case.in_place:
-        arguments["out"] = None  # a fresh output, as an engine's op returns one
-    arms: dict[str, Arm] = {"preattn": lambda: call.function(**arguments)}
-    if case.padded_heads:
-        arms["two_launches"] = lambda: call.function(**{**arguments, "form": Form.TWO_LAUNCHES})
-    peer = peers.v4_query_kv(vllm, call) if vllm is not None else None
-    if peer is not None and not case.in_place:
-        arms["vllm"] = peer
-    return arms
-
-
-def _dsa_query_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
-    arguments = call.arguments
-    arms: dict[str, Arm] = {"preattn": lambda: call.function(**arguments)}
-    if vllm is not None:
-        forms: dict[str, dict[str, bool]] = {"vllm": {}}
-        if vllm.switches_pdl:
-            forms["vllm_pdl"] = {"pdl": True}
-        if arguments["query_scale"] is None and arguments["form"] == "packed":
-            forms["vllm_cat"] = {"concatenate": True}
-        for name, options in forms.items():
-            if (peer := peers.dsa_query(vllm, call, **options)) is not None:
-                arms[name] = peer
-    return arms
-
-
-def _absorb_arms(case: AbsorbCase, call: Call) -> dict[str, Arm]:
-    """The whole main query: absorb and rotate in place, against a matmul, a fused pass and what packs its result."""
-    a = call.arguments
-    q_nope, w_uk, scale = a["q_nope"], a["w_uk"], a["query_scale"]
-    out: torch.Tensor = a["out"]
-    tokens = q_nope.shape[0]
-    q_pe = torch.randn(tokens, case.heads, 64, device=out.device).bfloat16()
-    table = rope_table(dtype=torch.bfloat16).to(out.device)
-    positions = torch.arange(tokens, device=out.device) % len(table)
-
-    def absorbed() -> torch.Tensor:
-        dsa.absorb_query(q_nope, w_uk, query_scale=scale, out=out)
-        dsa.query(q_pe, None, positions, table, query_scale=scale, out=out)
-        return out
-
-    def apart() -> torch.Tensor:
-        latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-        query = dsa.query(q_pe, latent, positions, table, query_scale=scale).query
-        assert query is not None
-        return query
-
-    return {"preattn": absorbed, "bmm_then_pack": apart}
-
-
-def _norm_arms(call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
-    arms: dict[str, Arm] = {"preattn": lambda: call.function(**call.arguments).q_latent}
-    if vllm is not None:
-        for name, pdl in (("vllm", False), ("vllm_pdl", True)) if vllm.switches_pdl else (("vllm", False),):
-            if (peer := peers.dsa_norm_rope(vllm, call, pdl=pdl)) is not None:
-                arms[name] = peer
-    return arms
-
-
-def _swept(path: str, call: Call) -> dict[str, Arm]:
-    return {"preattn": lambda: call.function(**call.arguments), **tuning.arms(path, call)}
-
-
-def arms_of(case: Case, call: Call, vllm: peers.Vllm | None) -> dict[str, Arm]:
-    """The arms of a case by name; ``preattn`` first."""
-    if isinstance(case, V4Case):
-        return _v4_arms(case, call, vllm)
-    if isinstance(case, PadCase | KvCase):
-        arguments = {**call.arguments, "out": None} if isinstance(case, PadCase) else call.arguments
-        return {"preattn": lambda: call.function(**arguments)}
-    if isinstance(case, DsaQueryCase):
-        return _dsa_query_arms(call, vllm)
-    if isinstance(case, AbsorbCase):
-        return _absorb_arms(case, call)
-    if isinstance(case, NormRopeCase):
-        return _norm_arms(call, vllm)
-    raise TypeError(f"case: no arms are defined for {type(case).__name__}")
 
 
 def check(case: Case, call: Call, arms: dict[str, Arm], tokens: int) -> None:
@@ -212,6 +133,8 @@ def check(case: Case, call: Call, arms: dict[str, Arm], tokens: int) -> None:
     shared = {name: tensor for name, tensor in call.memory.items() if name != "out"}
     seen: dict[str, dict[str, torch.Tensor]] = {}
     for arm, function in arms.items():
+        if arm in LESS:
+            continue
         for name, tensor in call.memory.items():  # an op in place starts from the same bytes in every arm
             tensor.copy_(before[name])
         returned = _results(function(), getattr(case, "heads", 0))
@@ -259,6 +182,15 @@ def _agrees(ours: torch.Tensor, theirs: torch.Tensor, *, normed: bool) -> bool:
     return bool(((theirs - ours).abs_() <= ours.abs() * 2**-7 + 2**-16).all())
 
 
+def _randomise(call: Call) -> None:
+    """Normal operands for the clock: matrix units run faster on the small integers that all arms multiply exactly."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    for name in ("x", "weight"):
+        operand = call.arguments[name]
+        for rows in operand.split(4096):
+            rows.copy_(torch.randn(rows.shape, device="cuda", generator=generator))
+
+
 def measure(suite: Suite, vllm: peers.Vllm | None, wanted: tuple[str, ...] | None) -> Iterator[dict[str, Any]]:
     """Check and time every arm of a suite; yields result rows."""
     copy = timing.copy_rate(torch.cuda.current_device())
@@ -267,10 +199,12 @@ def measure(suite: Suite, vllm: peers.Vllm | None, wanted: tuple[str, ...] | Non
             call = storable(case.build(tokens, "cuda"))
             arms = {
                 name: arm
-                for name, arm in (_swept(suite.sweep, call) if suite.sweep else arms_of(case, call, vllm)).items()
+                for name, arm in arms_of(case, call, vllm, suite.sweep).items()
                 if wanted is None or name in wanted or name == "preattn"
             }
             check(case, call, arms, tokens)
+            if isinstance(case, ProjectCase):
+                _randomise(call)
             for clock in suite.clocks:
                 for name, times in CLOCKS[clock](arms).items():
                     rate = call.moved / times.median_us / 1e3

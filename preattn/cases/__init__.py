@@ -16,6 +16,7 @@ CASES: tuple[Case, ...] = (
     *v4.QUERY_CASES,
     *v4.PAD_CASES,
     *v4.KV_CASES,
+    *v4.PROJECT_CASES,
     *dsa.QUERY_CASES,
     *dsa.ABSORB_CASES,
     *dsa.NORM_ROPE_CASES,

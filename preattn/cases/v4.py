@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import formats, v4
-from ..policy import Form, Layout, v4_bytes
+from ..policy import Form, Layout, Projection, WeightKind, v4_bytes, v4_project_bytes
 from .base import Call, activations, poisoned, pool_and_slots, rope_table
 
 
@@ -170,6 +170,78 @@ class KvCase:
         return Call(v4.kv_insert, {**arguments, "norm_weight": weight, "norm_eps": 1e-5}, call.memory, call.moved)
 
 
+@dataclass(frozen=True)
+class ProjectCase:
+    """A use of :func:`preattn.v4.project_query_kv_insert`.
+
+    Operands are small integers, their scales powers of two: every sum is exact in any order and in every matrix unit,
+    so that all forms and configurations write the same bits.
+    """
+
+    heads: int
+    padded_heads: int
+    record: str = "v41_mxfp8"
+    layout: Layout = "head_major"
+    weight: WeightKind = "bf16"
+    norm: bool = False
+    rope: bool = False
+    grouped: bool = False
+    """Scales of 128 dims of a token, not of the whole token."""
+    rank: int = 256
+    form: Projection = Projection.KERNEL
+
+    @property
+    def name(self) -> str:
+        """For example ``v4_project/kernel/head_major/2of4/v41_mxfp8/e4m3``."""
+        flags = [word for word in ("norm", "rope", "grouped") if getattr(self, word)]
+        rank = [] if self.rank == 256 else [f"rank{self.rank}"]
+        heads = f"{self.heads}of{self.padded_heads}"
+        return "/".join(["v4_project", self.form, self.layout, heads, self.record, self.weight, *flags, *rank])
+
+    def build(self, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Call:
+        """See :class:`Case`."""
+        step = V4Case(self.heads, 0, record=self.record, layout=self.layout).build(tokens, device, seed)
+        names = ("kv", "cache", "slots", "positions", "rope_table", "record", "kv_scale")
+        generator = torch.Generator().manual_seed(seed + 5)
+        dtype = torch.bfloat16 if self.weight == "bf16" else torch.float8_e4m3fn
+        rows = self.heads * v4.HEAD_DIM
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.randint(-4, 5, shape, generator=generator).to(dtype).to(device)
+
+        def powers(*shape: int) -> torch.Tensor:
+            return (2.0 ** torch.randint(-2, 3, shape, generator=generator)).to(device)
+
+        x_scale = weight_scale = None
+        if self.weight != "bf16":  # a column of scales after the other, as matmul libraries take them
+            x_scale = powers(self.rank // 128, tokens).t() if self.grouped else powers(tokens)
+            down = self.rank // (128 if self.weight == "e4m3" else 32)
+            weight_scale = powers(rows // 128, down) if self.weight == "e4m3" else formats.to_ue8m0(powers(rows, down))
+        out = poisoned(tokens, self.padded_heads, v4.HEAD_DIM, dtype=torch.bfloat16, device=device)
+        return Call(
+            v4.project_query_kv_insert,
+            {
+                "x": integers(tokens, self.rank),
+                "weight": integers(rows, self.rank),
+                **{name: step.arguments[name] for name in names},
+                "out": out,
+                "query_rope": self.rope,
+                "query_norm_eps": 1e-6 if self.norm else None,
+                "layout": self.layout,
+                "x_scale": x_scale,
+                "weight_scale": weight_scale,
+                "form": self.form,
+            },
+            {**step.memory, "out": out},
+            self.moved(tokens),
+        )
+
+    def moved(self, tokens: int) -> int:
+        """Bytes a call moves."""
+        parts = v4_project_bytes(tokens, self.heads, self.rank, self.weight, formats.record(self.record, 512))
+        return sum(parts.values())
+
+
 _V41_SHARDS = ((8, 64), (16, 64), (20, 64), (24, 64), (32, 64), (40, 64), (48, 64), (64, 128))
 
 QUERY_CASES: tuple[V4Case, ...] = (
@@ -211,4 +283,20 @@ KV_CASES: tuple[KvCase, ...] = (
     KvCase("v4_fp8", torch.float32),
     KvCase("bf16"),
     KvCase("fp8", torch.float32),
+)
+
+PROJECT_CASES: tuple[ProjectCase, ...] = (
+    ProjectCase(2, 4, rope=True),
+    ProjectCase(3, 8, record="v4_fp8", norm=True, rope=True, rank=192),
+    ProjectCase(8, 64, layout="chunk_interleaved"),
+    ProjectCase(5, 8, record="bf16", layout="chunk_interleaved"),
+    ProjectCase(2, 4, weight="e4m3", rope=True, grouped=True),
+    ProjectCase(2, 2, record="v4_fp8", weight="e4m3", norm=True, rope=True),
+    ProjectCase(8, 64, layout="chunk_interleaved", weight="e4m3", grouped=True, rank=384),
+    ProjectCase(2, 4, record="fp8", weight="mx", rope=True),
+    ProjectCase(1, 4, weight="mx", norm=True, grouped=True),
+    ProjectCase(3, 8, layout="chunk_interleaved", weight="mx"),
+    ProjectCase(2, 4, rope=True, form=Projection.MATMUL),
+    ProjectCase(2, 4, record="v4_fp8", norm=True, rope=True, form=Projection.MATMUL),
+    ProjectCase(8, 64, layout="chunk_interleaved", form=Projection.MATMUL),
 )

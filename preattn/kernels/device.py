@@ -29,7 +29,7 @@ def fma(a, b, c):
 
 @triton.jit
 def upcast(x):
-    """bf16, fp16 or float32 -> float32, exactly (the interpreter loses bits of bf16 subnormals by itself)."""
+    """bf16, fp16, e4m3 or float32 -> float32, exactly (the interpreter loses bits of bf16 subnormals by itself)."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -109,6 +109,23 @@ def scale_exponent(amax):
 def power_of_two(exponent):
     """2**(exponent - 127) as float32, for a biased exponent in 1..254."""
     return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ue8m0(code):
+    """UE8M0 codes (uint8) as float32: 2**(code - 127), and NaN for 255."""
+    code = code.to(tl.int32)
+    bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))  # 2**-127 is subnormal
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, total):
+    """``total + a @ b`` in float32, of bf16 or of e4m3 operands."""
+    if INTERPRETED:  # it would multiply the bits of bf16
+        return tl.dot(upcast(a), upcast(b), total)
+    else:
+        return tl.dot(a, b, total)
 
 
 @triton.jit

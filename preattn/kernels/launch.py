@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import held
 
@@ -38,6 +39,30 @@ class Pointer:
     @staticmethod
     def ptr_range() -> int:
         return 2**62
+
+
+class Tile(NamedTuple):
+    """A matrix that a kernel loads a block at a time, by the GPU's copy engine where it has one; zero past its rows.
+
+    Rows are contiguous and start at multiples of 16 bytes; at least one row.
+    """
+
+    matrix: Tensor
+    block: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The matrix's."""
+        return self.matrix.dtype
+
+    def descriptor(self) -> TensorDescriptor:
+        """What Triton takes."""
+        return TensorDescriptor(self.matrix, list(self.matrix.shape), list(self.matrix.stride()), list(self.block))
+
+    @staticmethod
+    def pointer(dtype: torch.dtype, block: tuple[int, int]) -> TensorDescriptor:
+        """Stands for a tile at compile time."""
+        return TensorDescriptor(Pointer(dtype), [block[0], block[1]], [block[1], 1], list(block))
 
 
 class Kernel:
@@ -77,7 +102,7 @@ class Kernel:
                 )
             else:
                 with _on(index):
-                    pointers = [None if dtype is None else Pointer(dtype) for dtype in dtypes]
+                    pointers = [_placeholder(dtype) for dtype in dtypes]
                     variant = self.function.warmup(
                         *pointers, *scalars, *constants, grid=(1,), num_warps=num_warps, **OPTIONS
                     )
@@ -91,13 +116,13 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     grid: int
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor | Tile | None, ...]
     scalars: tuple[int | float, ...]
     constants: tuple[Any, ...]
     num_warps: int
 
     def _variant(self, device: torch.device) -> Any:
-        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in self.tensors])
+        dtypes = tuple([_kind(tensor) for tensor in self.tensors])
         key = (device.index, self.num_warps, self.constants, dtypes)
         variant = self.kernel.variants.get(key)
         return self.kernel.compile(key, self.scalars) if variant is None else variant
@@ -117,11 +142,26 @@ class Launch(NamedTuple):
         if self.grid == 0 or held(self):
             return
         variant = self._variant(device)
+        tensors = [tensor.descriptor() if type(tensor) is Tile else tensor for tensor in self.tensors]
         if INTERPRETED:
-            variant[(self.grid,)](*self.tensors, *self.scalars, *self.constants)
+            variant[(self.grid,)](*tensors, *self.scalars, *self.constants)
             return
         with _on(device.index):
-            variant[(self.grid, 1, 1)](*self.tensors, *self.scalars, *self.constants)
+            variant[(self.grid, 1, 1)](*tensors, *self.scalars, *self.constants)
+
+
+def _kind(tensor: Tensor | Tile | None) -> Any:
+    """What of an argument selects a variant."""
+    if tensor is None:
+        return None
+    return (tensor.dtype, tensor.block) if type(tensor) is Tile else tensor.dtype
+
+
+def _placeholder(kind: Any) -> Any:
+    """The argument of a kind at compile time."""
+    if kind is None:
+        return None
+    return Tile.pointer(*kind) if isinstance(kind, tuple) else Pointer(kind)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -22,6 +22,32 @@ def pad_query(query: Tensor, out: Tensor, *, interleaved: bool) -> None:
         out[:, :heads], out[:, heads:] = query, 0
 
 
+def dequantised_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 [rows, rank] times its scales, in float64: [rows / 128, rank / 128] float32, or UE8M0 [rows, rank / 32]."""
+    factors = scale.double() if scale.dtype == torch.float32 else formats.from_ue8m0(scale).double()
+    across, down = weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1]
+    return weight.double() * factors.repeat_interleave(across, 0).repeat_interleave(down, 1)
+
+
+def project(
+    x: Tensor, weight: Tensor, x_scale: Tensor | None, weight_scale: Tensor | None, out: Tensor, *, interleaved: bool
+) -> None:
+    """``x @ weight.T`` into the live heads of ``out``; e4m3 operands in float64, with one rounding to bf16."""
+    heads = weight.shape[0] // 512
+    if x_scale is None or weight_scale is None:
+        product = torch.mm(x, weight.t())
+    else:
+        scale = x_scale.double() if x_scale.dim() == 2 else x_scale.double()[:, None]
+        rows = x.double() * scale.repeat_interleave(x.shape[1] // scale.shape[1], 1)
+        product = formats.to_bf16((rows @ dequantised_weight(weight, weight_scale).t()).float())
+    if not interleaved:
+        out[:, :heads] = product.unflatten(1, (heads, 512))
+        return
+    if weight_scale is not None:  # rows of the weight in checkpoint order
+        product = product.unflatten(1, (heads, 32, 16)).transpose(1, 2).flatten(1)
+    out.view(*out.shape[:1], 32, out.shape[1], 16)[:, :, :heads] = product.unflatten(1, (32, heads, 16))
+
+
 def query_rows(query: Tensor, positions: Tensor, rope_table: Tensor, *, norm_eps: float | None, rope: bool) -> Tensor:
     """Head norm and RoPE of [T, H, 512], each only where asked for; float32, not rounded."""
     x = query.float() if norm_eps is None else numerics.rms_norm(query, norm_eps)

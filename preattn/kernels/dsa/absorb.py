@@ -9,21 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...policy import LaunchConfig
-from ..device import INTERPRETED, to_bf16, to_e4m3, upcast
+from ..device import dot, to_bf16, to_e4m3, upcast
 from ..launch import Kernel, Launch
 from .rows import UNALIGNED, quotient, units
 
 # No scalar selects a variant by its value.
 ABSORB_SCALARS = ["tokens", "stride_q", "stride_q_head", "stride_w_head", "stride_w", "stride_out"]
-
-
-@triton.jit
-def _dot(a, b, total):
-    """``total + a @ b`` of bf16 operands. The interpreter would multiply their bits."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
-    else:
-        return tl.dot(a, b, total)
 
 
 @triton.jit(do_not_specialize=ABSORB_SCALARS, do_not_specialize_on_alignment=UNALIGNED)
@@ -63,11 +54,11 @@ def _dsa_absorb_kernel(
     for start in tl.range(0, 512, COLUMNS, num_stages=STAGES):
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         if NOPE == DEPTH:
-            total = _dot(query_tile, tl.load(b + start), total)
+            total = dot(query_tile, tl.load(b + start), total)
         else:
             for d in tl.static_range(0, NOPE, DEPTH):
                 part = tl.load(a + d, mask=live, other=0.0)
-                total = _dot(part, tl.load(b + start + d * (stride_w * 8)), total)
+                total = dot(part, tl.load(b + start + d * (stride_w * 8)), total)
         code = to_e4m3(quotient(upcast(to_bf16(total)), scale, reciprocal))
         tl.store(target + start, code, mask=live)
 

@@ -1,9 +1,4 @@
-"""The DeepSeek-V4 / V4.1 prologue: ``query_kv_insert``, ``kv_insert``, ``pad_query``.
-
-Each public function validates, allocates what it returns and calls a registered op that writes into given
-tensors. On CUDA tensors the op launches Triton kernels; on CPU tensors it runs the reference, or, where
-``TRITON_INTERPRET=1`` is set, the same kernels in Triton's interpreter.
-"""
+"""``query_kv_insert``, ``kv_insert``, ``pad_query``: what a projection wrote, and the KV latent, to what is read."""
 
 from __future__ import annotations
 
@@ -12,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, formats, policy
-from .dispatch import define_op, use_kernels
-from .formats import Record
-from .policy import Layout
-from .reference import v4 as reference
+from .. import checks, formats, policy
+from ..dispatch import define_op, use_kernels
+from ..formats import Record
+from ..policy import Layout
+from ..reference import v4 as reference
 
 HEAD_DIM = 512
 ACTIVATIONS = (torch.bfloat16, torch.float16)
@@ -244,7 +239,7 @@ def _kv_insert_impl(
     if not use_kernels(kv):
         reference.kv_insert(kv, cache, slots, positions, rope_table, **arguments)
         return
-    from .kernels import v4 as kernels
+    from ..kernels import v4 as kernels
 
     config = policy.launch_config(kv.device.index, "kv", kv.shape[0])
     kernels.launch_kv(kv, cache, slots, positions, rope_table, **arguments, config=config).run(kv.device)
@@ -257,7 +252,7 @@ def _pad_query_impl(query: Tensor, out: Tensor, interleaved: bool) -> None:
     if not use_kernels(query):
         reference.pad_query(query, out, interleaved=interleaved)
         return
-    from .kernels import v4 as kernels
+    from ..kernels import v4 as kernels
 
     path = policy.v4_query_path(interleaved=interleaved, norm=False, in_place=False)
     config = policy.launch_config(query.device.index, path, query.shape[0])
@@ -297,7 +292,7 @@ def _query_kv_insert_impl(
     if not use_kernels(query):
         reference.query_kv_insert(query, kv, cache, slots, positions, rope_table, out, **arguments)
         return
-    from .kernels import v4 as kernels
+    from ..kernels import v4 as kernels
 
     path = policy.v4_query_path(interleaved=interleaved, norm=norm_eps is not None, in_place=in_place)
     config = policy.launch_config(query.device.index, path, query.shape[0])
