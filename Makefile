@@ -4,7 +4,7 @@
 
 WORKERS ?= 2
 PACKAGE_NEEDS = numpy triton typer rich
-TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors
+TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors transformers
 
 help:
 	@echo "make demo    one real step: recorded inputs, bytes verified, time and GB/s on this machine"

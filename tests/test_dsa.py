@@ -538,7 +538,6 @@ BAD: list[Bad] = [
         ValueError,
         "latent: expected a tensor, or out with the latent in its front; got None for both",
     ),
-    (PAIR, {"latent": _value(None)}, ValueError, "latent: expected a tensor for the pair; got None"),
     (PAIR, {"padded_heads": _value(64)}, ValueError, "padded_heads: expected None for the pair; got a value"),
     (PAIR, {"out": _bf16(4, 4, 576)}, ValueError, "out: expected None for the pair; got a value"),
     (

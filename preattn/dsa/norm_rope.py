@@ -70,6 +70,8 @@ def norm_rope_insert(
     return_kv: bool = False,
     rope_output: Pairing = "interleaved",
     out: Tensor | None = None,
+    kv_out: Tensor | None = None,
+    k_pe_out: Tensor | None = None,
 ) -> Latents:
     """First half of the prologue, in one launch: norms, RoPE of the keys, and what the caches store of them.
 
@@ -105,9 +107,11 @@ def norm_rope_insert(
         return_kv: also return the normed KV latent and the rotated key, on every row whatever its slot.
         rope_output: order of the rotated key's dims, stored and returned; see :func:`query`.
         out: [T, rank] bf16 for the normed query latent, rows at multiples of 16 bytes; it may be ``q_latent``.
+        kv_out: [T, 512] bf16 for the normed KV latent, rows at multiples of 16 bytes; returned then.
+        k_pe_out: shaped as ``k_pe``, for the rotated key, likewise. Both or neither.
 
     Returns:
-        ``out`` or a new [T, rank] tensor; with ``return_kv`` the normed latent and the rotated key too.
+        ``out`` or a new [T, rank] tensor; with ``return_kv`` or ``kv_out`` the normed latent and the rotated key too.
 
     Non-finite values: see ``docs/formats.md``, "NaN and Inf".
 
@@ -161,8 +165,17 @@ def norm_rope_insert(
     else:
         checks.tensor("out", out, (torch.bfloat16,), (tokens, rank), device)
         checks.rows("out", out)
-    kv_out = k_pe_out = None
-    if return_kv:
+    if (kv_out is None) != (k_pe_out is None):
+        missing, given = ("kv_out", "k_pe_out") if kv_out is None else ("k_pe_out", "kv_out")
+        raise ValueError(f"{missing}: expected a tensor with {given}; got None")
+    if kv_out is not None and k_pe_out is not None:
+        checks.tensor("kv_out", kv_out, (torch.bfloat16,), (tokens, LATENT_DIM), device)
+        checks.rows("kv_out", kv_out)
+        shape = (tokens, 1, k_pe.shape[-1]) if separate else tuple(k_pe.shape)
+        checks.tensor("k_pe_out", k_pe_out, (torch.bfloat16,), shape, device)
+        k_pe_out = k_pe_out.squeeze(1) if separate else k_pe_out
+        checks.rows("k_pe_out", k_pe_out)
+    elif return_kv:
         kv_out = kv_latent.new_empty((tokens, LATENT_DIM))
         k_pe_out = k_pe.new_empty(k_pe.shape)
     _norm_rope_insert(
@@ -314,11 +327,16 @@ def _norm_rope_insert_impl(
         ("index_rope_table", index_rope_table),
         ("top_k", top_k),
         ("out", out),
+        ("kv_out", kv_out),
+        ("k_pe_out", k_pe_out),
     ):
         if tensor is not None:
             checks.aligned(name, tensor)
     if out.data_ptr() != q_latent.data_ptr() or out.stride() != q_latent.stride():
         checks.disjoint("out", out, "q_latent", q_latent)
+    for name, written, source in (("kv_out", kv_out, kv_latent), ("k_pe_out", k_pe_out, k_pe)):
+        if written is not None:
+            checks.disjoint(name, written, name.removesuffix("_out"), source)
     arguments = (
         q_latent,
         kv_latent,

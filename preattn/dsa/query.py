@@ -65,7 +65,7 @@ def query(
         latent: the absorbed query [T, H, 512] bf16, strided as freely (a transposed ``bmm`` fits). Where it
             is ``out[:, :H, :512]``, or None, the front of ``out`` holds it already: nothing is copied, and the
             heads past H are not touched, for their buffer holds zeros already. With ``query_scale`` it may
-            be e4m3: cast already, as :func:`absorb_query` leaves it.
+            be e4m3: cast already, as :func:`absorb_query` leaves it. None with the pair: its latent is not touched.
         positions: [T] int32 or int64, below the length of the tables.
         rope_table: [max_position, 64] float32 or bf16: 32 cosines, 32 sines. None without RoPE.
         form: ``packed`` is one [T, P, 576] (without RoPE [T, P, 512]) tensor; ``pair`` is the latent and a
@@ -131,10 +131,8 @@ def query(
         if padded_heads is not None or out is not None:
             name = "out" if padded_heads is None else "padded_heads"
             raise ValueError(f"{name}: expected None for the pair; got a value")
-        if latent is None:
-            raise ValueError("latent: expected a tensor for the pair; got None")
         out_pe = q_pe.new_empty((tokens, heads, rope_dim), dtype=dtype)
-        if latent.dtype == dtype:
+        if latent is None or latent.dtype == dtype:
             moved = None
         else:
             out = q_pe.new_empty((tokens, heads, LATENT_DIM), dtype=dtype)

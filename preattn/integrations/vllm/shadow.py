@@ -1,0 +1,251 @@
+"""Shadow mode: every call also runs the engine's own op, on copies, and what both wrote is compared.
+
+``PREATTN_SHADOW=1`` is for convincing oneself, not for serving: it waits for the GPU several times a call, copies
+the pages that a step writes, and cannot work inside a CUDA graph, where it raises.
+
+Bytes have to be equal. One thing may differ, is counted apart and has a bound: the engine adds up a norm's mean
+square in another order, so that a value on a rounding boundary may fall to its other side, one bf16 value or one
+stored code away, in at most :data:`preattn.golden.NORM_FLIPS` of a norm's elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import formats
+from ...formats import Record
+from ...golden import NORM_FLIPS
+from . import report
+
+POISON = 0xA5
+"""Every byte that the engine's op is given to write into."""
+
+
+@dataclass
+class Tally:
+    """What the calls of one op, and one of its outputs, came to.
+
+    Attributes:
+        calls: comparisons made.
+        mismatches: comparisons that found a difference no norm explains.
+        elements: elements compared.
+        norm_flips: elements that a norm's order of addition put on the other side of a rounding boundary.
+        first: the first mismatch: layer, element, both values.
+    """
+
+    calls: int = 0
+    mismatches: int = 0
+    elements: int = 0
+    norm_flips: int = 0
+    first: str | None = None
+
+
+_tallies: dict[tuple[str, str], Tally] = {}
+
+
+@cache
+def active() -> bool:
+    """Whether shadow mode is on: ``PREATTN_SHADOW``, looked up once."""
+    return report.asked("PREATTN_SHADOW")
+
+
+def forget() -> None:
+    """Forget all tallies, and look the environment up again."""
+    active.cache_clear()
+    _tallies.clear()
+
+
+def refuse_capture() -> None:
+    """Raise where the current stream is being captured.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "PREATTN_SHADOW=1 compares on the host, which a CUDA graph cannot do: run the engine with "
+            "enforce_eager=True (--enforce-eager), or without PREATTN_SHADOW"
+        )
+
+
+def as_dict() -> dict[str, dict[str, Any]]:
+    """The tallies, by ``op.output``."""
+    return {f"{op}.{output}": asdict(tally) for (op, output), tally in sorted(_tallies.items())}
+
+
+def lines() -> Iterator[tuple[str, bool]]:
+    """The tallies as lines, each with whether it is clean."""
+    for (op, output), tally in sorted(_tallies.items()):
+        line = f"{op}: {output}: {tally.calls} calls, {tally.mismatches} mismatches"
+        if tally.norm_flips:
+            line += (
+                f"; norm roundings: {tally.norm_flips} of {tally.elements:,} elements, each one step "
+                f"(at most {NORM_FLIPS:.2g} of them may)"
+            )
+        if tally.first:
+            line += f"; the first: {tally.first}"
+        yield line, tally.mismatches == 0
+
+
+# -- comparing -------------------------------------------------------------------------------------------------
+
+
+def compare(op: str, output: str, layer: str, ours: Tensor, engines: Tensor, *, norm: bool = False) -> None:
+    """Compare two tensors byte for byte; with ``norm``, bf16 or e4m3 values one step apart are norm roundings."""
+    tally = _tally(op, output, ours.numel())
+    if ours.shape != engines.shape or ours.dtype != engines.dtype:
+        have, want = (f"{x.dtype} {list(x.shape)}" for x in (ours, engines))
+        _mismatch(tally, f"layer {layer}: ours is {have}, the engine's {want}")
+        return
+    a, b = _bytes(ours), _bytes(engines)
+    if torch.equal(a, b):
+        return
+    wrong = (a != b).any(-1)
+    if norm:
+        flipped = wrong & _one_step(ours, engines)
+        wrong = _settle(tally, wrong, flipped, int(flipped.sum()), ours.numel())
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        values = f"ours {ours[at].float().item():.9g}, the engine's {engines[at].float().item():.9g}"
+        _mismatch(tally, f"layer {layer}, element {list(at)} of {list(ours.shape)}: {values}")
+
+
+class Pages:
+    """The pages of a paged cache that some slots lie in: as they are now, and a copy for the engine's op to write.
+
+    Whole pages are compared, so that a byte that no slot names and somebody wrote shows too.
+    """
+
+    def __init__(self, cache: Tensor, slots: Tensor, record: Record) -> None:
+        """Copy the pages.
+
+        Args:
+            cache: [num_blocks, block_size, width].
+            slots: [S] slots; those outside the cache are given to nobody.
+            record: what the cache holds.
+        """
+        self._cache, self._record, block_size = cache, record, cache.shape[1]
+        inside = (slots >= 0) & (slots < cache.shape[0] * block_size)
+        blocks, inverse = torch.unique(slots[inside] // block_size, return_inverse=True)
+        self._blocks = blocks
+        self.copy = self._now()
+        self.slots = torch.full_like(slots, -1)
+        self.slots[inside] = (inverse * block_size + slots[inside] % block_size).to(slots.dtype)
+
+    def _now(self) -> Tensor:
+        return self._cache.view(torch.uint8)[self._blocks].view(self._cache.dtype)
+
+    def compare(self, op: str, output: str, layer: str, *, norm: bool = False) -> None:
+        """Compare what the cache holds now with the copy; ``norm``: what it decides may be one code apart."""
+        ours, engines = self._now(), self.copy
+        tally = _tally(op, output, len(self.slots) * self._record.dim)
+        if torch.equal(_bytes(ours), _bytes(engines)):
+            return
+        every = torch.arange(ours.shape[0] * ours.shape[1], device=ours.device)
+        a, b = (formats.load(pages, self._record, every) for pages in (ours, engines))
+        rows = (a != b).any(-1).nonzero().flatten()
+        a, b, where = a[rows].cpu(), b[rows].cpu(), rows.cpu()
+        wrong = a != b
+        if norm:
+            named = torch.isin(where, self.slots.cpu())
+            explained, flips = _explained(self._record, a, b)
+            explained &= named[:, None]
+            wrong = _settle(tally, wrong, explained, flips, len(self.slots) * self._record.dim)
+        if wrong.any():
+            row, byte = wrong.nonzero()[0].tolist()
+            block_size = self._cache.shape[1]
+            slot = int(self._blocks[int(where[row]) // block_size]) * block_size + int(where[row]) % block_size
+            values = f"ours 0x{int(a[row, byte]):02x}, the engine's 0x{int(b[row, byte]):02x}"
+            _mismatch(tally, f"layer {layer}, slot {slot}, byte {byte} of its {self._record.name} record: {values}")
+
+
+def _tally(op: str, output: str, elements: int) -> Tally:
+    report.at_exit()
+    tally = _tallies.setdefault((op, output), Tally())
+    tally.calls += 1
+    tally.elements += elements
+    return tally
+
+
+def _mismatch(tally: Tally, what: str) -> None:
+    tally.mismatches += 1
+    if tally.first is None:
+        tally.first = what
+        report.logger.error("preattn shadow, %s: %s", report.rank(), what)
+
+
+def _settle(tally: Tally, wrong: Tensor, explained: Tensor, flips: int, elements: int) -> Tensor:
+    """Count what a norm explains, unless it is more than a norm can, and leave the rest."""
+    if flips > math.ceil(NORM_FLIPS * elements):
+        return wrong
+    tally.norm_flips += flips
+    return wrong & ~explained
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """[..., itemsize] bytes of each element."""
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _one_step(a: Tensor, b: Tensor) -> Tensor:
+    """Where two bf16 (or e4m3) tensors hold neighbouring finite values."""
+    bits, sign = (torch.int8, 0x7F) if a.dtype.itemsize == 1 else (torch.int16, 0x7FFF)
+    ranks = []
+    for x in (a, b):
+        code = x.contiguous().view(bits).int()
+        ranks.append(torch.where(code < 0, -(code & sign), code))
+    return a.float().isfinite() & b.float().isfinite() & ((ranks[0] - ranks[1]).abs() == 1)
+
+
+def _explained(record: Record, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    """Bytes of two sets of records that a norm's order of addition may have made differ, and how many flips they are.
+
+    The first part of a record comes from a norm, all else is exact. A value on a boundary of its codes is one code
+    away; one on a boundary of the scale, a power of two, has another scale, and its block's codes are those of the same
+    values on a grid twice as coarse: no further apart than a step of the coarser grid. That is one flip.
+    """
+    explained = torch.zeros_like(a, dtype=torch.bool)
+    part = record.parts[0]
+    body = slice(part.offset, part.offset + part.bytes)
+    if part.element == "bf16":
+        x, y = (rows[:, body].contiguous().view(torch.bfloat16) for rows in (a, b))
+        flipped = _one_step(x, y)
+        if len(record.parts) == 1:
+            flipped[:, 512:] = False  # a DSA row's RoPE dims
+        explained[:, body] = flipped.repeat_interleave(2, -1)
+        return explained, int(flipped.sum())
+    codes = [formats.from_e4m3(rows[:, body]) for rows in (a, b)]
+    if part.scale is None:
+        near = (codes[0] - codes[1]).abs() <= torch.maximum(_spacing(codes[0]), _spacing(codes[1]))
+        flipped = near & (codes[0] != codes[1])
+        flipped[:, 512:] = False
+        explained[:, body] = flipped
+        return explained, int(flipped.sum())
+    scales = [formats.scales(record, rows) for rows in (a, b)]
+    block = part.scale.block
+    wide = [scale.repeat_interleave(block, -1) for scale in scales]
+    step = torch.maximum(_spacing(codes[0]) * wide[0], _spacing(codes[1]) * wide[1])
+    near = (codes[0] * wide[0] - codes[1] * wide[1]).abs() <= step
+    ratio = scales[0] / scales[1]
+    shifted = (ratio == 2) | (ratio == 0.5)
+    fits = near.unflatten(-1, (-1, block)).all(-1) & (shifted | (ratio == 1))
+    explained[:, body] = fits.repeat_interleave(block, -1)
+    size = part.scale.bytes
+    explained[:, part.scale.offset : part.scale.offset + scales[0].shape[-1] * size] = (
+        fits & shifted
+    ).repeat_interleave(size, -1)
+    own = (codes[0] != codes[1]).unflatten(-1, (-1, block)) & ~shifted[..., None]
+    return explained, int((own & fits[..., None]).sum()) + int((fits & shifted).sum())
+
+
+def _spacing(codes: Tensor) -> Tensor:
+    """The distance to the next larger e4m3 value: 2**-3 of the binade, subnormals 2**-9."""
+    _, exponent = torch.frexp(codes.abs().clamp(min=2.0**-6))
+    return torch.ldexp(torch.ones_like(codes), exponent - 4)

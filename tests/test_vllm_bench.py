@@ -1,0 +1,222 @@
+"""The proof inside vLLM, as far as it runs without a GPU: processes and their environment, tables, verdicts; and how
+the contract tests get a release's sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import importlib.util
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preattn.bench import document, engine, engine_arm
+from preattn.integrations.vllm import plugin
+
+ROOT = Path(__file__).parents[1]
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    given = {
+        "models": ["deepseek-v3.2-16", "glm-5"],
+        "arms": list(engine.ARMS),
+        "execution": "both",
+        "tokens": [17],
+        "steps": 10,
+        "rounds": 2,
+        "no_profile": False,
+        "scratch": Path("scratch"),
+    }
+    return argparse.Namespace(**{**given, **changed})
+
+
+def test_the_arms_of_a_model_are_processes_of_their_own() -> None:
+    names = [spec.name for spec in engine.specs(options(models=["glm-5"]))]
+    timed = [
+        f"glm-5/{arm}/{form}{turn}"
+        for arm in ("stock", "plugin")
+        for form in ("eager", "graphs")
+        for turn in ("", "/2")
+    ]
+    assert names == [*timed, "glm-5/shadow/eager"]
+    specs = list(engine.specs(options()))
+    assert len({spec.result for spec in specs}) == len(specs)
+
+
+def test_only_the_stock_arm_runs_without_the_plug_in(tmp_path: Path) -> None:
+    stock, ours, shadow = (engine.variables(arm, tmp_path) for arm in engine.ARMS)
+    assert (stock["VLLM_PLUGINS"], ours["VLLM_PLUGINS"], shadow["VLLM_PLUGINS"]) == ("", "preattn", "preattn")
+    assert (stock["PREATTN_SHADOW"], ours["PREATTN_SHADOW"], shadow["PREATTN_SHADOW"]) == ("0", "0", "1")
+    assert str(ROOT) in ours["PYTHONPATH"]
+
+
+def test_the_entry_point_that_is_laid_out_is_found(tmp_path: Path) -> None:
+    engine.lay_out_entry_point(tmp_path)
+    (found,) = [point for d in distributions(path=[str(tmp_path)]) for point in d.entry_points]
+    assert (found.group, found.name) == (plugin.GROUP, plugin.NAME)
+    assert found.load() is plugin.register
+
+
+def test_an_arm_that_fails_is_reported_with_the_end_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "vllm.py").write_text("raise ImportError('planted')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    (tmp_path / "glm-5").mkdir()
+    (tmp_path / "glm-5" / "config.json").write_text("{}")
+    output = tmp_path / "engine.json"
+    arguments = ["--output", str(output), "--scratch", str(tmp_path), "--models", "glm-5", "--arms", "stock"]
+    assert engine.main([*arguments, "--execution", "eager", "--tokens", "17"]) == 1
+    (run,) = json.loads(output.read_text())["runs"]
+    assert run["name"] == "glm-5/stock/eager" and run["complete"] is False
+    assert "ImportError: planted" in run["failure"]
+    assert "glm-5/stock/eager: FAILED" in capsys.readouterr().out
+
+
+def a_run(arm: str, ms: float) -> dict[str, Any]:
+    spec = engine_arm.Spec("glm-5", arm, False, "", "")
+    watched = {"synchronisations": {"vllm/a.py:1": 3}, "of_ours": 0, "compilations": {}}
+    return {
+        "name": spec.name,
+        **vars(spec),
+        "ttft": {"16384": {"ms": ms}},
+        "tpot": {"ms": ms / 10},
+        "profile_prefill": {"gpu_ms": ms - 1},
+        "served": watched,
+        "tokens_answered": [[1, 2], [3]],
+        "logprobs": [{"1": -1.0}, {"3": -2.0 - ms / 1000}],
+        "compiled_later": 0,
+    }
+
+
+def test_the_table_says_what_the_plug_in_changed() -> None:
+    tally = {"calls": 9, "mismatches": 1, "elements": 4096, "norm_flips": 2, "first": "layer 3, element [0]"}
+    shadow = {**a_run("shadow", 1), "steps": 1000, "shadow": {"fused_q.main query": tally}}
+    lines = engine.table([a_run("stock", 60.0), a_run("plugin", 45.0), shadow]).splitlines()
+    assert "  TTFT of 16384 tokens: 60.00 -> 45.00 ms (0.750x)" in lines
+    assert "  GPU time, prefill: 59.00 -> 44.00 ms (0.746x)" in lines
+    assert "  synchronisations: 3 -> 3, 0 of ours" in lines
+    assert "  greedy answers equal: 2 of 2; first logprobs apart by at most 0.015" in lines
+    assert lines[-1] == ("  fused_q.main query: 9 calls, 1 mismatches, 2 norm roundings of 4,096; layer 3, element [0]")
+
+
+def test_a_result_is_on_disk_after_every_step(tmp_path: Path) -> None:
+    spec = engine_arm.Spec("glm-5", "stock", True, "", str(tmp_path / "r.json"), tokens=(17,))
+    result = engine_arm.Result(spec)
+    result.put(ttft={"17": 1.0})
+    result.put(tpot=2.0)
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert (found["name"], found["ttft"], found["tpot"]) == ("glm-5/stock/graphs", {"17": 1.0}, 2.0)
+    assert found["complete"] is False
+
+
+def test_the_document_is_long_enough_and_says_when_not(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_bytes(b"a" * 40_000)
+    tokens = document.document(50_000, book)
+    assert len(tokens) == 50_000 and tokens[-1] == ord("a") + document.SHIFT and min(tokens) >= document.SHIFT
+    assert len(document.document(document.LEAST, None)) == document.LEAST
+    with pytest.raises(ValueError, match=r"book: expected 900000 bytes of documentation and book; got \d+"):
+        document.document(900_000, book)
+
+
+@pytest.mark.parametrize(("shift", "within"), [(0.005, True), (0.5, False)])
+def test_the_plug_in_is_held_to_the_stock_engines_own_spread(shift: float, within: bool) -> None:
+    stock = [[-1.0, -2.0, -3.0], [-1.01, -2.0, -3.02], [-1.0, -2.01, -3.0]]
+    ours = [[value - shift for value in run] for run in stock]
+    verdict = document.compare(stock, ours)["within"]
+    assert all(verdict.values()) is within
+
+
+# -- a release's sources ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fetcher() -> Any:
+    spec = importlib.util.spec_from_file_location("fetch_sources", ROOT / "scripts" / "fetch_sources.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "some-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("some/big.bin", bytes(range(256)) * 4096)
+        archive.writestr("some/a.py", "a = 1\n")
+        archive.writestr("some/b/c.py", "c = 2\n")
+        archive.writestr("some/b/data.txt", "no")
+    return path
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    ranges = True
+    sent = 0
+
+    def do_GET(self) -> None:
+        body = (Path(self.directory) / self.path.lstrip("/")).read_bytes()
+        header = self.headers.get("Range")
+        if self.ranges and header:
+            first, last = map(int, header.removeprefix("bytes=").split("-"))
+            part = body[first : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(body)}")
+        else:
+            part = body
+            self.send_response(200)
+        type(self).sent += len(part)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    Handler.sent, Handler.ranges = 0, True
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path)))
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}"
+    running.shutdown()
+    running.server_close()
+
+
+@pytest.mark.parametrize("where", ["server", "file", "server without ranges"])
+def test_named_members_are_fetched_and_nothing_else(
+    fetcher: Any, wheel: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    url = wheel.as_uri() if where == "file" else f"{server}/{wheel.name}"
+    Handler.ranges = where == "server"
+    monkeypatch.setattr(fetcher, "READ_AHEAD", 64)
+    monkeypatch.setattr(fetcher, "_locate", lambda requirement: url)
+    monkeypatch.setattr(fetcher, "_pip", lambda *a: Path(a[3], wheel.name).write_bytes(wheel.read_bytes()))
+    folder = fetcher.fetch("some==1", tmp_path / "out", ["some/a.py", "some/b/"])
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {".members", "some/a.py", "some/b/c.py"} and (folder / "some/b/c.py").read_text() == "c = 2\n"
+    if where == "server":
+        assert 0 < Handler.sent < wheel.stat().st_size / 2
+    monkeypatch.setattr(fetcher, "_locate", lambda requirement: pytest.fail("fetched again"))
+    fetcher.fetch("some==1", tmp_path / "out", ["some/a.py"])
+
+
+def test_what_cannot_be_had_says_why(
+    fetcher: Any, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher, "_locate", lambda requirement: wheel.as_uri())
+    with pytest.raises(fetcher.Unavailable, match=r"some/gone\.py: no such file in the wheel"):
+        fetcher.fetch("some==1", tmp_path / "out", ["some/gone.py"])
+    monkeypatch.setattr(fetcher, "_locate", lambda requirement: "http://127.0.0.1:9/some.whl")
+    with pytest.raises(fetcher.Unavailable, match=r"some==1: .*refused"):
+        fetcher.fetch("some==1", tmp_path / "out", ["some/a.py"])

@@ -1,0 +1,776 @@
+"""The plug-in for vLLM on the CPU: when it acts and when it does not, and that a layer's results do not change.
+
+The engine is the package of ``vllm_stub.py``, laid out in a folder, but for its loader, which is the release's own file
+(skipped where that cannot be had), and for the last test, where the release's own kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_vllm_contract import LOADER, path_of, sources
+from torch import Tensor
+from vllm_stub import lay_out
+
+from preattn import dispatch, formats, v4
+from preattn.cases.base import activations, rope_table
+from preattn.integrations.vllm import (
+    dsa,
+    flashmla,
+    layers,
+    ops,
+    patching,
+    plugin,
+    register,
+    report,
+    shadow,
+    summary,
+    unregister,
+    warm,
+)
+from preattn.integrations.vllm import v4 as plugin_v4
+
+TOKENS, MOST, RANK, INDEX_HEADS, BLOCK = 5, 12, 64, 8, 64
+ENGINE = ("vllm",)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A stub engine that can be imported, with nothing of another test left in the process."""
+    if any(name == "vllm" for name in sys.modules):
+        pytest.skip("an installed vLLM is imported already; these tests bring their own")
+    for variable in ("PREATTN_DISABLE", "PREATTN_SHADOW", "PREATTN_TRACE", "VLLM_PLUGINS"):
+        monkeypatch.delenv(variable, raising=False)
+    lay_out(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    unregister()
+    yield tmp_path
+    unregister()
+    layers.engine.__dict__.clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def model() -> tuple[Any, Any, Any]:
+    """The stub's modules: attention, kernels, backend."""
+    names = (layers.ATTENTION, layers.KERNELS, layers.FLASHMLA)
+    attention, kernels, backend = (importlib.import_module(name) for name in names)
+    return attention, kernels, backend
+
+
+def rows(*shape: int, seed: int) -> Tensor:
+    return activations(*shape, dtype=torch.bfloat16, seed=seed, device="cpu")
+
+
+def a_layer(heads: int = 16, *, jit_warmup: bool = False) -> Any:
+    """A layer of the stub's model, its caches bound."""
+    attention, _, _ = model()
+    norm = SimpleNamespace(weight=torch.randn(128), bias=torch.randn(128), eps=1e-6)
+    table = SimpleNamespace(cos_sin_cache=rope_table(64).bfloat16())
+    index_cache = torch.full((2, BLOCK, 132), 0xA5, dtype=torch.uint8)
+    weight = rows(RANK, heads * 192, seed=3)
+    parts = {
+        "num_local_heads": heads,
+        "q_lora_rank": RANK,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "kv_cache_dtype": "fp8_ds_mla",
+        "use_pcp": False,
+        "skip_topk": False,
+        "_index_rope_interleave": False,
+        "_fp8_query": False,
+        "_k_scale": torch.ones(()),
+        "_k_scale_float": 1.0,
+        "_q_scale": torch.ones(()),
+        "topk_indices_buffer": torch.zeros(MOST, 16, dtype=torch.int32),
+        "q_a_layernorm": SimpleNamespace(weight=rows(RANK, seed=4), variance_epsilon=1e-6),
+        "kv_a_layernorm": SimpleNamespace(weight=rows(512, seed=5), variance_epsilon=1e-6),
+        "rotary_emb": table,
+        "indexer_rope_emb": table,
+        "indexer": SimpleNamespace(
+            head_dim=128,
+            n_head=INDEX_HEADS,
+            topk_tokens=16,
+            k_norm=norm,
+            k_cache=SimpleNamespace(kv_cache=index_cache, uses_shuffled_layout=False),
+        ),
+        "q_b_proj": lambda latent: latent @ weight,
+        "W_UK_T": rows(heads, 128, 512, seed=6),
+        "kv_cache": torch.tensor([]),
+    }
+    config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=jit_warmup))
+    layer = attention.DeepseekV32Attention(config, "model.layers.7.attn", parts)
+    layer.bind_kv_cache(torch.full((2, BLOCK, 656), 0xA5, dtype=torch.uint8))
+    return layer
+
+
+def a_step(seed: int = 1, *, stores: bool = True) -> tuple[Tensor, Any]:
+    latents = rows(TOKENS, RANK + 576, seed=seed)
+    q_c, kv_c, k_pe = latents.split([RANK, 512, 64], -1)
+    keys = rows(TOKENS, 128 + INDEX_HEADS, seed=seed + 1)
+    slots = torch.tensor([3, 70, 41, -1, 9])
+    step = SimpleNamespace(
+        q_c=q_c,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        index_k=keys[:, :128],
+        index_weights=keys[:, 128:],
+        index_q=rows(TOKENS, INDEX_HEADS, 128, seed=seed + 2),
+        slots=slots if stores else None,
+    )
+    return torch.tensor([0, 5, 17, 30, 63]), step
+
+
+def outcome(layer: Any, *, stores: bool = True) -> list[Tensor]:
+    """What a step leaves: attention's result, the indexer's query and weights, both caches, the top-k buffer."""
+    result = layer(*a_step(stores=stores))
+    return [
+        result,
+        layer.index_query.view(torch.uint8),
+        layer.index_weights,
+        layer.kv_cache,
+        layer.indexer.k_cache.kv_cache,
+        layer.topk_indices_buffer,
+    ]
+
+
+def plain(heads: int = 16, *, stores: bool = True) -> list[Tensor]:
+    """The same of the engine as it is."""
+    torch.manual_seed(0)
+    return outcome(a_layer(heads), stores=stores)
+
+
+# -- when it acts ----------------------------------------------------------------------------------------------
+
+
+def test_registering_imports_no_model_and_does_not_touch_cuda(engine: Path) -> None:
+    register()
+    register()  # every process of the engine may do so several times
+    loaded = [name for name in sys.modules if name.startswith("vllm.")]
+    assert loaded == [] and not torch.cuda.is_initialized()
+    assert sum(isinstance(finder, patching.AfterImport) for finder in sys.meta_path) == 1
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the model", "after the model"])
+def test_both_modules_get_the_ops_whenever_the_model_is_imported(engine: Path, first: bool) -> None:
+    if not first:
+        model()
+    register()
+    attention, kernels, backend = model()
+    for module in (attention, kernels):
+        assert module.fused_norm_rope is ops.fused_norm_rope and module.fused_q is ops.fused_q
+    assert attention.DeepseekV32Attention.forward is dsa.forward
+    assert backend.FlashMLASparseImpl.forward_mqa is flashmla.forward_mqa
+    assert attention.torch.bmm is ops.bmm and attention.torch.cat is torch.cat
+    assert plugin.active()
+
+
+def test_unregistering_puts_everything_back(engine: Path) -> None:
+    attention, kernels, backend = model()
+    owners = (attention, kernels, backend, attention.DeepseekV32Attention, backend.FlashMLASparseImpl)
+    before = [dict(vars(owner)) for owner in owners]
+    register()
+    assert [dict(vars(owner)) for owner in owners] != before
+    unregister()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert not any(isinstance(finder, patching.AfterImport) for finder in sys.meta_path)
+    register()
+    assert plugin.active()
+
+
+def test_a_model_that_is_not_ours_runs_untouched(engine: Path) -> None:
+    register()
+    other = importlib.import_module("vllm.models.other")
+    assert other.OtherAttention.__module__ == "vllm.models.other" and not plugin.active()
+
+
+def untouched() -> bool:
+    attention, kernels, _ = model()
+    return (
+        kernels.fused_q.__module__ == layers.KERNELS
+        and attention.fused_norm_rope is kernels.fused_norm_rope
+        and attention.torch is torch
+        and not plugin.active()
+    )
+
+
+def test_the_environment_turns_it_off(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PREATTN_DISABLE", "1")
+    with caplog.at_level(logging.INFO):
+        register()
+        register()
+    assert untouched() and [r.message for r in caplog.records] == ["preattn is not active: PREATTN_DISABLE is set"]
+
+
+def test_another_version_is_left_alone(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (engine / "vllm" / "__init__.py").write_text('__version__ = "0.34.1"\n')
+    with caplog.at_level(logging.INFO):
+        register()
+    assert untouched()
+    assert [r.message for r in caplog.records] == [
+        "preattn is not active: it knows vLLM 0.33.0, and this is 0.34.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [(80, "compute capability 9.0 and newer, and this is 80"), (0, "for CUDA devices, and this platform is stub")],
+)
+def test_another_device_is_left_alone(
+    engine: Path, caplog: pytest.LogCaptureFixture, capability: int, message: str
+) -> None:
+    importlib.import_module("vllm.platforms").current_platform.capability = capability
+    with caplog.at_level(logging.INFO):
+        register()
+        assert untouched()
+    assert [message in r.message for r in caplog.records] == [True]
+
+
+def test_another_plug_in_that_holds_a_name_is_named(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, kernels, _ = model()
+
+    def fused_q(*args: Any) -> None: ...
+
+    kernels.fused_q = fused_q
+    register()
+    assert kernels.fused_q is fused_q and kernels.fused_norm_rope.__module__ == layers.KERNELS and not plugin.active()
+    (line,) = [r.message for r in caplog.records]
+    assert f"{layers.KERNELS}.fused_q is not {layers.KERNELS}'s own: {__name__}." in line and __file__ in line
+
+
+def test_another_plug_in_that_comes_later_is_named(engine: Path) -> None:
+    register()
+    attention, _, _ = model()
+    attention.fused_q = len
+    assert not plugin.active()
+    (line,) = plugin.taken()
+    assert line.startswith(f"{layers.ATTENTION}.fused_q, replaced by builtins.len")
+    unregister()
+    assert attention.fused_q is len  # theirs stays
+
+
+def test_two_installations_are_named(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "two"):
+        info = engine / name / f"preattn_{name}-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: preattn-{name}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(
+            f"[{plugin.GROUP}]\n{plugin.NAME} = preattn.integrations.vllm:register\n"
+        )
+        monkeypatch.syspath_prepend(str(engine / name))
+    register()
+    (line,) = [r.message for r in caplog.records]
+    assert "times, in " in line and str(engine / "one") in line and str(engine / "two") in line
+    assert f"{plugin.__file__} is used" in line
+
+
+def test_an_exception_at_start_up_disables_it(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, _, backend = model()
+    del backend.FlashMLASparseImpl.forward_mqa
+    register()
+    assert untouched()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.exc_info
+    assert record.message.startswith(f"preattn is not active: AttributeError while patching {layers.FLASHMLA}")
+
+
+def test_the_engines_own_loader_loads_it(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (sources() / path_of(LOADER)).read_text()
+    (engine / "vllm" / "plugins").mkdir()
+    (engine / "vllm" / "plugins" / "__init__.py").write_text(text)
+    info = engine / "preattn-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: preattn\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{plugin.GROUP}]\n{plugin.NAME} = preattn.integrations.vllm:register\n")
+    loader = importlib.import_module("vllm.plugins")
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    loader.load_general_plugins()
+    assert untouched()
+    for name in (layers.ATTENTION, layers.KERNELS, layers.FLASHMLA):
+        del sys.modules[name]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,preattn")
+    loader.plugins_loaded = False
+    loader.load_general_plugins()
+    model()
+    assert plugin.active()
+
+
+# -- a layer's results -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stores", [True, False], ids=["step", "profiling run"])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_a_layer_gives_what_the_engine_gives(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, heads: int, stores: bool
+) -> None:
+    expected = plain(heads, stores=stores)
+    monkeypatch.setenv("PREATTN_TRACE", "1")
+    register()
+    torch.manual_seed(0)
+    layer = a_layer(heads)
+    found = outcome(layer, stores=stores)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    padded = 64 if heads <= 64 else 128
+    assert summary()["plans"] == {
+        "forward_mqa": {f"the buffer as it is, {heads} of {padded} heads": 1},
+        "fused_norm_rope": {f"one launch, {'dsa_fp8' if stores else 'nothing stored'}, indexer": 1},
+        "fused_q": {f"in the buffer, {heads} of {padded} heads, indexer": 1},
+    }
+    buffer = layers.query_buffer(layer)
+    assert layer.impl.concatenated == 0 and buffer is not None and buffer.shape == (MOST, padded, 576)
+    assert not buffer[:, heads:].any() and buffer[:TOKENS, :heads].any()
+
+
+def test_layers_use_one_buffer_in_turn(engine: Path) -> None:
+    register()
+    first, second = a_layer(), a_layer()
+    assert layers.query_buffer(first) is layers.query_buffer(second)
+    assert torch.equal(outcome(first)[0], outcome(second)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_pcp": True}, "context parallelism gathers it first"),
+        ({"_fp8_query": True}, "it is e4m3, packed by fused_q itself"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla"}, "FLASHMLA_SPARSE with a cache of nvfp4_ds_mla is not among those known"),
+        (
+            {"attn_backend": "FLASH_ATTN_MLA_SPARSE", "kv_cache_dtype": "auto"},
+            "reads the latent and the rotated dims apart",
+        ),
+        ({"attn_backend": "FLASHINFER_MLA_SPARSE", "kv_cache_dtype": "auto"}, "takes it as the engine hands it over"),
+        ({"num_local_heads": 192}, "expected at most 128 heads a rank; got 192"),
+    ],
+)
+def test_a_query_that_is_not_packed_says_why(engine: Path, change: dict[str, Any], reason: str) -> None:
+    register()
+    layer = a_layer()
+    name = change.pop("attn_backend", None)
+    if name is not None:
+        layer.attn_backend = SimpleNamespace(get_name=lambda: name)
+    layer.__dict__.update(change)
+    assert reason in (layers.describe(layer).packs or "")
+
+
+def test_an_unpacked_query_is_the_pair(engine: Path) -> None:
+    expected = plain()
+    register()
+    torch.manual_seed(0)
+    layer = a_layer()
+    layers.state_of(layer).packs = "a test says so"  # type: ignore[union-attr]
+    found = outcome(layer)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert layer.impl.concatenated == 1 and layers.query_buffer(layer) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"index_k_out": torch.empty(0)}, "the indexer key is to be returned"),
+        ({"indexer_cache_shuffled": True}, "a shuffled indexer cache"),
+        ({"mla_kv_cache_dtype": "nvfp4_ds_mla"}, "a cache of nvfp4_ds_mla"),
+        ({"indexer_k_cache": None}, "one of the caches is filled elsewhere"),
+        ({"k_pe_out": None}, "one of kv_c_out and k_pe_out is to be returned"),
+    ],
+)
+def test_what_the_library_does_not_cover_runs_the_engines_own(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setenv("PREATTN_TRACE", "1")
+    register()
+    _, kernels, _ = model()
+    kernels.wrong = "raises"
+    positions, step = a_step()
+    layer = a_layer()
+    call = {
+        "positions": positions,
+        "q_c": step.q_c,
+        "q_rms_norm_w": layer.q_a_layernorm.weight,
+        "q_rms_eps": 1e-6,
+        "kv_c": step.kv_c,
+        "kv_rms_norm_w": layer.kv_a_layernorm.weight,
+        "kv_rms_eps": 1e-6,
+        "k_pe": step.k_pe,
+        "k_rope_cos_sin_cache": layer.rotary_emb.cos_sin_cache,
+        "index_k": step.index_k,
+        "index_k_layer_norm_w": layer.indexer.k_norm.weight,
+        "index_k_layer_norm_bias": layer.indexer.k_norm.bias,
+        "index_k_layer_norm_eps": 1e-6,
+        "index_k_rope_cos_sin_cache": layer.rotary_emb.cos_sin_cache,
+        "topk_indices_buffer": layer.topk_indices_buffer,
+        "slot_mapping": step.slots,
+        "indexer_k_cache": layer.indexer.k_cache.kv_cache,
+        "mla_kv_cache": layer.kv_cache,
+        "mla_kv_cache_dtype": "fp8_ds_mla",
+        "kv_c_out": torch.empty(TOKENS, 512, dtype=torch.bfloat16),
+        "k_pe_out": torch.empty(TOKENS, 64, dtype=torch.bfloat16),
+    }
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the engine's own"):
+                kernels.fused_norm_rope(**{**call, **change})
+    assert sum(reason in r.message for r in caplog.records) == 1
+    (plan,) = summary()["plans"]["fused_norm_rope"].items()
+    assert reason in plan[0] and plan[1] == 2
+
+
+def test_slots_longer_than_the_step_are_cut(engine: Path) -> None:
+    register()
+    layer, (positions, step) = a_layer(), a_step()
+    step.slots = torch.cat([step.slots, torch.tensor([100, 101])])
+    layer(positions, step)
+    untouched_rows = formats.load(layer.kv_cache, formats.record("dsa_fp8"), torch.tensor([100, 101]))
+    assert (untouched_rows == 0xA5).all()
+
+
+def test_an_exception_in_a_step_is_the_steps(engine: Path) -> None:
+    register()
+    layer, (positions, step) = a_layer(), a_step()
+    step.kv_c = step.kv_c[:, :128]
+    with pytest.raises((ValueError, RuntimeError)):
+        layer(positions, step)
+    assert layers.thread.layer is None and not layers.thread.packed
+
+
+# -- warm-up ---------------------------------------------------------------------------------------------------
+
+
+def test_the_engines_warmup_registry_compiles_a_kind_of_layer_once(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    registry = importlib.import_module("vllm.model_executor.warmup.jit_warmup").JitWarmupRegistry
+    active = registry()
+    token = registry._active.set(active)
+    seen: list[Any] = []
+    monkeypatch.setattr(warm, "warm", lambda layer: seen.append(layer) or 0)
+    layers_made = [a_layer(jit_warmup=True) for _ in range(3)] + [a_layer(64, jit_warmup=True)]
+    registry._active.reset(token)
+    assert seen == []  # binding a cache leaves it to the registry
+    assert active.warmup() == {warm.JIT_WARMUP: 2}
+    assert seen == [layers_made[0], layers_made[3]]
+
+
+def test_without_the_registry_a_layer_is_warmed_when_its_cache_is_bound(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    model()
+    seen: list[Any] = []
+    monkeypatch.setattr(warm, "warm", lambda layer: seen.append(layer) or 0)
+    layer = a_layer()
+    assert seen == [layer]
+
+
+def test_warmup_asks_for_every_variant_that_a_layer_launches(engine: Path) -> None:
+    """The variants of steps, of profiling runs and of prefills that other attention takes, held back and compared."""
+    register()
+    layer = a_layer()
+    with dispatch.hold() as warmed:
+        layers.thread.layer, layers.thread.warming = layer, True
+        for tokens in (1, MOST):
+            warm._calls(layer, tokens)
+        layers.thread.layer, layers.thread.warming = None, False
+    with dispatch.hold() as launched:
+        for stores in (True, False):
+            layer(*a_step(stores=stores))
+        layers.state_of(layer).packs = "a test says so"  # type: ignore[union-attr]
+        layer(*a_step())
+
+    def variants(launches: list[Any]) -> set[Any]:
+        return {
+            (x.kernel.name, x.constants, x.num_warps, tuple(None if t is None else t.dtype for t in x.tensors))
+            for x in launches
+        }
+
+    assert variants(launched) and variants(launched) <= variants(warmed)
+
+
+# -- shadow mode -----------------------------------------------------------------------------------------------
+
+
+def shadowed(monkeypatch: pytest.MonkeyPatch, wrong: str | None = None, heads: int = 16) -> dict[str, Any]:
+    monkeypatch.setenv("PREATTN_SHADOW", "1")
+    register()
+    _, kernels, _ = model()
+    layer = a_layer(heads)
+    kernels.wrong = wrong
+    layer(*a_step())
+    found: dict[str, Any] = summary()["shadow"]
+    return found
+
+
+def test_shadow_mode_finds_nothing_where_nothing_differs(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tallies = shadowed(monkeypatch)
+    assert set(tallies) == {
+        "absorb.latent",
+        "forward_mqa.attention",
+        *(f"fused_norm_rope.{x}" for x in ("q latent", "kv latent", "rotated key", "top-k buffer")),
+        *(f"fused_norm_rope.{x}" for x in ("kv cache", "indexer cache")),
+        *(f"fused_q.{x}" for x in ("indexer query", "indexer weights", "main query", "padding heads")),
+    }
+    assert all(t["calls"] == 1 and t["mismatches"] == 0 and t["norm_flips"] == 0 for t in tallies.values())
+    assert all(clean for _, clean in shadow.lines())
+
+
+def test_shadow_mode_changes_nothing(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain()
+    monkeypatch.setenv("PREATTN_SHADOW", "1")
+    register()
+    torch.manual_seed(0)
+    found = outcome(a_layer())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "output", "what"),
+    [
+        ("latent", "fused_norm_rope.q latent", "layer model.layers.7.attn, element [1, 5] of [5, 64]: ours "),
+        ("query", "fused_q.main query", "layer model.layers.7.attn, element [0, 1, 2] of [5, 16, 64]: ours "),
+        (
+            "stray",
+            "fused_norm_rope.kv cache",
+            "layer model.layers.7.attn, slot 40, byte 600 of its dsa_fp8 record: ours 0xa5",
+        ),
+    ],
+)
+def test_shadow_mode_names_the_first_difference(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str, output: str, what: str
+) -> None:
+    tallies = shadowed(monkeypatch, wrong)
+    assert tallies[output]["mismatches"] == 1 and what in tallies[output]["first"]
+    assert sum(t["mismatches"] for t in tallies.values()) == 1
+    with caplog.at_level(logging.INFO):
+        report.say()
+    assert any(r.levelno == logging.ERROR and what in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize(("wrong", "output"), [("step", "q latent"), ("code", "kv cache")])
+def test_a_norms_rounding_is_counted_apart(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, output: str
+) -> None:
+    tally = shadowed(monkeypatch, wrong)[f"fused_norm_rope.{output}"]
+    assert (tally["mismatches"], tally["norm_flips"]) == (0, 1) and tally["first"] is None
+    (line,) = [line for line, _ in shadow.lines() if f": {output}: " in line]
+    assert "norm roundings: 1 of " in line
+
+
+def test_shadow_mode_refuses_a_captured_graph(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="enforce_eager=True"):
+        shadowed(monkeypatch)
+
+
+def _records(record: formats.Record, values: Tensor) -> Tensor:
+    return formats.encode(record, values)
+
+
+def test_a_scale_that_a_norm_moves_is_one_rounding() -> None:
+    """A block whose maximum lies on a power of two: another scale, the same values on a coarser grid."""
+    record = formats.record("dsa_fp8")
+    values = torch.linspace(-200, 200, 576)[None].clone()
+    values[0, 130] = 448.0
+    moved = values.clone()
+    moved[0, 130] = 448.0 * (1 + 2**-20)
+    a, b = _records(record, values), _records(record, moved)
+    assert (a != b).sum() > 64
+    explained, flips = shadow._explained(record, a, b)
+    assert flips == 1 and not ((a != b) & ~explained).any()
+    b[0, 7] ^= 0x10  # two binades away: nothing explains that
+    explained, _ = shadow._explained(record, a, b)
+    assert ((a != b) & ~explained).any()
+
+
+# -- V4 --------------------------------------------------------------------------------------------------------
+
+
+def marked(*args: Any) -> Tensor:
+    """The first operator as the engine's own: it may be wrong in a query's element, or in a byte of the cache."""
+    result = plugin_v4._quant_insert(*args)
+    if MARK == "query":
+        result[1, 2, 3] += 1
+    if MARK == "cache":
+        args[2][0, 7] ^= 1
+    return result
+
+
+MARK: str | None = None
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """The engine's four operators on the CPU; the first puts a mark where it ran."""
+    monkeypatch.setattr(plugin_v4, "NAMESPACE", "preattn_test_C")
+    step = "Tensor slot_mapping, Tensor position_ids, Tensor cos_sin_cache"
+    schemas = {
+        "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": f"(Tensor q_in, Tensor kv, Tensor(a!) k_cache, {step}, "
+        "int q_head_padded, float eps, int cache_block_size, bool apply_q_norm=True, bool kv_mxfp8=False, "
+        "bool apply_q_rope=True, bool is_q_interleaved=False) -> Tensor",
+        "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert": f"(Tensor(a!) q, Tensor kv, Tensor(b!) k_cache, "
+        f"{step}, float eps, int cache_block_size, bool apply_q_norm=True) -> ()",
+        "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert": f"(Tensor q, Tensor kv, Tensor(a!) q_fp8, "
+        f"Tensor(b!) k_cache, {step}, Tensor fp8_scale, Tensor q_fp8_scale_inv, float eps, int cache_block_size, "
+        "bool apply_q_norm=True) -> ()",
+        "fused_deepseek_v4_kv_rope_insert": f"(Tensor kv, Tensor(a!) k_cache, {step}, int cache_block_size, "
+        "Tensor? fp8_scale=None, bool kv_mxfp8=False) -> ()",
+    }
+    library = torch.library.Library("preattn_test_C", "FRAGMENT")
+    for name, schema in schemas.items():
+        library.define(name + schema)
+        own = plugin_v4.OPS[name] if name != next(iter(schemas)) else marked
+        library.impl(name, own, "CPU")
+        torch.library._impls.discard(f"preattn_test_C/{name}/CPU")  # the engine's are compiled, unknown to Python
+    yield lambda name: getattr(torch.ops.preattn_test_C, name)
+    plugin_v4.restore()
+    library._destroy()
+    unregister()
+
+
+def _v4_step() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slots, positions = torch.tensor([3, -1, 65]), torch.tensor([0, 7, 30])
+    return rows(3, 8, 512, seed=1), rows(3, 512, seed=2), slots, positions, rope_table(64)
+
+
+@pytest.mark.parametrize("mxfp8", [False, True])
+def test_an_overridden_operator_is_ours_and_comes_back(
+    operators: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, mxfp8: bool
+) -> None:
+    op = operators("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert")
+    record = formats.record("v41_mxfp8" if mxfp8 else "v4_fp8")
+    query, kv, *step = _v4_step()
+    pool = torch.full((2, 64 * record.bytes + 64), 0xA5, dtype=torch.uint8)
+    expected = pool.clone()
+    view = formats.cache_view(expected, record, block_size=64, block_stride=pool.stride(0))
+    norm = None if mxfp8 else 1e-6
+    wanted = v4.query_kv_insert(
+        query, kv, view, *step, record=record.name, query_rope=True, query_norm_eps=norm, padded_heads=64
+    )
+    plugin_v4.override("CPU")
+    plugin_v4.override("CPU")
+    found = op(query, kv, pool, *step, 64, 1e-6, 64, not mxfp8, mxfp8)
+    assert torch.equal(found, wanted) and torch.equal(pool, expected)
+    monkeypatch.setitem(globals(), "MARK", "query")
+    assert torch.equal(op(query, kv, pool, *step, 64, 1e-6, 64, not mxfp8, mxfp8), wanted)
+    plugin_v4.restore()
+    assert not torch.equal(op(query, kv, pool, *step, 64, 1e-6, 64, not mxfp8, mxfp8), wanted)
+
+
+@pytest.mark.parametrize("wrong", [None, "query", "cache"])
+def test_shadow_mode_compares_an_operator_with_the_engines(
+    operators: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, wrong: str | None
+) -> None:
+    monkeypatch.setenv("PREATTN_SHADOW", "1")
+    unregister()
+    monkeypatch.setitem(globals(), "MARK", wrong)
+    query, kv, *step = _v4_step()
+    pool = torch.full((2, 64 * 584), 0xA5, dtype=torch.uint8)
+    plugin_v4.override("CPU")
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+    operators(name)(query, kv, pool, *step, 64, 1e-6, 64)
+    operators("fused_deepseek_v4_kv_rope_insert")(kv, torch.zeros(2, 64, 584, dtype=torch.uint8), *step, 64)
+    tallies = summary()["shadow"]
+    found = {key.rpartition(".")[2] for key, tally in tallies.items() if tally["mismatches"]}
+    assert found == {None: set(), "query": {"query"}, "cache": {"kv cache"}}[wrong]
+    assert len(tallies) == 3 and all(tally["calls"] == 1 for tally in tallies.values())
+
+
+def test_the_interleaved_and_the_plain_row_operators(operators: Callable[[str], Any]) -> None:
+    query, kv, *step = _v4_step()
+    plugin_v4.override("CPU")
+    pages = torch.zeros(2, 64 * 528, dtype=torch.uint8)
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+    found = operators(name)(query, kv, pages, *step, 64, 1e-6, 64, False, True, False, True)
+    assert torch.equal(found, v4.pad_query(query, 64, layout="chunk_interleaved"))
+    none = operators(name)(query, kv, pages, *step, 0, 1e-6, 64, False, True, False, True)
+    assert none.shape == (3, 0, 512)
+
+    cache = torch.zeros(2, 64, 512, dtype=torch.bfloat16)
+    mine, expected = query.clone(), query.clone()
+    operators("fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_bf16_insert")(mine, kv, cache, *step, 1e-6, 64)
+    want = torch.zeros_like(cache)
+    v4.query_kv_insert(expected, kv, want, *step, record="bf16", query_rope=True, query_norm_eps=1e-6, out=expected)
+    assert torch.equal(mine, expected) and torch.equal(cache, want)
+
+    scale, inverse = torch.tensor([0.5]), torch.tensor([2.0])
+    codes, out = torch.zeros(2, 64, 512, dtype=torch.float8_e4m3fn), torch.empty(3, 8, 512, dtype=torch.float8_e4m3fn)
+    fp8 = operators("fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_fp8_insert")
+    fp8(query, kv, out, codes, *step, scale, inverse, 1e-6, 64, False)
+    want = torch.zeros_like(codes)
+    wanted = v4.query_kv_insert(
+        query, kv, want, *step, record="fp8", query_rope=True, query_scale_inv=inverse, kv_scale=scale
+    )
+    assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
+
+    records = torch.zeros(2, 64, 584, dtype=torch.uint8)
+    operators("fused_deepseek_v4_kv_rope_insert")(kv, records, *step, 64)
+    want = torch.zeros_like(records)
+    v4.kv_insert(kv, want, *step, record="v4_fp8")
+    assert torch.equal(records, want) and records.any()
+
+
+def test_an_operator_that_another_library_overrides_is_left_to_it(operators: Callable[[str], Any]) -> None:
+    name = "fused_deepseek_v4_kv_rope_insert"
+    other = torch.library.Library("preattn_test_C", "IMPL")
+    other.impl(name, lambda *args: None, "CPU", allow_override=True)
+    with pytest.raises(patching.Occupied, match=f"{name} is overridden for CPU by another library"):
+        plugin_v4.override("CPU")
+    other._destroy()
+
+
+# -- the release's own kernels ---------------------------------------------------------------------------------
+
+
+def test_the_releases_own_kernels_agree_in_the_interpreter(tmp_path: Path) -> None:
+    """Both sides in Triton's interpreter, through the shadow comparison: strided views, both pairings, every record."""
+    pytest.importorskip("triton")
+    kernels = (sources() / path_of(layers.KERNELS)).read_text()
+    lay_out(tmp_path)
+    (tmp_path / path_of(layers.KERNELS)).write_text(kernels)
+    more = {
+        "vllm/triton_utils.py": "import triton\nimport triton.language as tl\n",
+        "vllm/utils/deep_gemm.py": "def mqa_logits_use_mx_scales():\n    return False\n",
+        "vllm/v1/attention/ops/common.py": "def pack_ue8m0_x4(scale):\n    raise NotImplementedError\n",
+        "vllm/v1/kv_cache_interface.py": "def is_quantized_kv_cache(dtype):\n    return dtype.startswith('fp8')\n",
+        "vllm/platforms.py": textwrap.dedent("""
+            import torch
+
+            class Platform:
+                fp8_dtype = staticmethod(lambda: torch.float8_e4m3fn)
+                is_cuda = is_arch_support_pdl = staticmethod(lambda: False)
+
+            current_platform = Platform()
+        """),
+    }
+    for name, text in more.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    paths = [str(Path(__file__).parents[1]), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([path for path in paths if path]),
+        "TRITON_INTERPRET": "1",
+        "PREATTN_SHADOW": "1",
+    }
+    script = Path(__file__).with_name("vllm_interpreted.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
