@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
+from .. import policy
+from ..geometry import geometry
+
 Clock = Literal["cold", "warm", "host"]
 FILE_BYTES = 64 << 20
 NOTHING = "*Not measured yet.*"
@@ -252,6 +255,16 @@ def _against(case: str, arms: Mapping[str, str], clock: Clock = "cold", ours: st
     return (*columns, ("of copy rate", Share(our))) if clock == "cold" else columns
 
 
+def _copy_free(case: str, arms: Mapping[str, str], clock: Clock = "cold") -> Columns:
+    """Times of projections alone and with what pads their result, of ours, and ours in plain projections."""
+    others = {title: Source(case, arm, clock) for title, arm in arms.items()}
+    ours = Source(case, "preattn", clock)
+    plain, *padded = others.values()
+    columns: Columns = tuple((title, Time(source)) for title, source in others.items())
+    columns = (*columns, ("copy-free", Time(ours)), ("copy-free / plain", Ratio((ours,), plain)))
+    return (*columns, ("padded / copy-free", Ratio(tuple(padded[:1]), ours)))
+
+
 def _lines(tokens: Iterable[int], heads: Iterable[tuple[int, int]] = ((0, 0),), **more: str) -> tuple[Key, ...]:
     return tuple(
         {"tokens": count, "heads": live, "padded": padded, **more} for live, padded in heads for count in tokens
@@ -277,6 +290,20 @@ _FP8_QUERY = "dsa_query/packed/{heads}of{heads}/32_half_split/transposed/fp8_que
 _ABSORBED = "dsa_absorb/{heads}of{heads}/128/fp8_query"
 _NORMS = "dsa_norm_rope/2048/dsa_fp8/index_fp8_half_split"
 _BF16_NORMS = "dsa_norm_rope/1536/bf16/index_fp8_half_split"
+_PROJECT = "v4_project/kernel/{form}/rank1024"
+_PROJECT_ARMS = {
+    "plain projection": "plain_projection",
+    "and one launch of ours": "then_one_launch",
+    "and vLLM's op": "vllm",
+}
+_PROJECT_LINES = (
+    ("chunk_interleaved/32of64/v41_mxfp8/bf16", "V4.1, interleaved"),
+    ("head_major/32of64/v41_mxfp8/bf16/rope", "V4.1, head-major"),
+    ("head_major/16of64/v4_fp8/bf16/norm/rope", "V4, 16 of 64, norm"),
+)
+_FP8_PROJECT_ARMS = {"plain projection": "plain_projection", "and one launch of ours": "then_one_launch"}
+_UNORDERED = {"plain projection": "plain_projection", "and one launch of ours*": "then_one_launch_unordered"}
+_BF16_INSTEAD = {"plain bf16 projection": "plain_projection", "and one launch of ours": "then_one_launch_bf16"}
 _CAT = Source(_QUERY, "vllm_cat")
 
 TABLES = (
@@ -312,6 +339,36 @@ TABLES = (
             *_lines([16], case=_NORMED.format(heads=16, padded=64), what="V4, 16 of 64 heads, norm and RoPE"),
         ),
         _against("{case}", _PADDED, "host"),
+    ),
+    Table(
+        "project",
+        (("query", "{what}"), _TOKENS),
+        tuple(line for form, what in _PROJECT_LINES for line in _lines((512, 1024, 4096, 16384), form=form, what=what)),
+        _copy_free(_PROJECT, _PROJECT_ARMS),
+    ),
+    Table(
+        "project_graph",
+        (("query", "{what}"), _TOKENS),
+        tuple(line for form, what in _PROJECT_LINES for line in _lines(_SMALL, form=form, what=what)),
+        _copy_free(_PROJECT, _PROJECT_ARMS, "warm"),
+    ),
+    Table(
+        "project_fp8",
+        (_TOKENS,),
+        _lines((8, 64, 256, 1024, 8192, 16384), form="head_major/32of64/v41_mxfp8/e4m3/rope/grouped"),
+        _copy_free(_PROJECT, _FP8_PROJECT_ARMS),
+    ),
+    Table(
+        "project_fp8_interleaved",
+        (_TOKENS,),
+        _lines((8, 64, 256, 1024, 8192, 16384), form="chunk_interleaved/32of64/v41_mxfp8/e4m3/grouped"),
+        _copy_free(_PROJECT, _UNORDERED),
+    ),
+    Table(
+        "project_mx",
+        (_TOKENS,),
+        _lines((1, 8, 64, 1024), form="head_major/32of64/v41_mxfp8/mx/rope"),
+        _copy_free(_PROJECT, _BF16_INSTEAD),
     ),
     Table(
         "dsa_query",
@@ -408,16 +465,38 @@ def render_runs(devices: Mapping[str, Sequence[Results]]) -> str:
     return "\n".join(lines) if len(lines) > 2 else NOTHING
 
 
+def render_bytes() -> str:
+    """What a V4.1 step moves behind its projection, before and without the copy, as a picture of characters."""
+    shard = geometry("deepseek-v4.1-flash").shard(2)
+    copied, free = (policy.choose(shard, tokens=8192, workspace=workspace) for workspace in (False, True))
+    width = 64 / copied.total_bytes
+    lines = []
+    for title, plan in (("an engine's op, or a copy of ours", copied), ("the projection writes its place", free)):
+        parts = {
+            "query read": plan.bytes["query read"],
+            "padded query written": plan.bytes["query written"],
+            "KV": plan.total_bytes - plan.bytes["query read"] - plan.bytes["query written"],
+        }
+        bar = "".join(mark * round(parts[part] * width) for mark, part in zip("░█", parts, strict=False))
+        lines.append(f"{title}: {plan.total_bytes // plan.tokens:,} bytes a token")
+        lines.append("  " + bar + "▏")
+        lines.append("  " + ", ".join(f"{part} {count // plan.tokens:,}" for part, count in parts.items()))
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
 def fill(text: str, devices: Mapping[str, Sequence[Results]], tables: Sequence[Table] = TABLES) -> str:
-    """The text with every marked place filled: the tables', and ``runs``.
+    """The text with every marked place filled: the tables', ``bytes`` and ``runs``.
 
     Raises:
         ValueError: a marker names no table, or a table has no marker.
     """
-    known = {table.name: render(table, devices) for table in tables} | {"runs": render_runs(devices)}
+    known = {table.name: render(table, devices) for table in tables} | {
+        "runs": render_runs(devices),
+        "bytes": render_bytes(),
+    }
     found = [match["name"] for match in _MARKED.finditer(text)]
     if sorted(found) != sorted(known):
         raise ValueError(

@@ -63,17 +63,14 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _rotate_last(x, rows, position, rope_table, in_range, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _rotate_last(x, rows, cos, sin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The last 64 of COLUMNS float32 dims rotated and rounded to bf16, in ``rows``; its other dims keep their bits."""
     if COLUMNS > 64:
         left, right = _halves(rows, ROWS, COLUMNS)
         _, x_right = _halves(x, ROWS, COLUMNS)
-        right = _rotate_last(x_right, right, position, rope_table, in_range, ROWS, COLUMNS // 2)
+        right = _rotate_last(x_right, right, cos, sin, ROWS, COLUMNS // 2)
         return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
     else:
-        at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-        cos = upcast(tl.load(at, mask=in_range[:, None], other=0.0))
-        sin = upcast(tl.load(at + 32, mask=in_range[:, None], other=0.0))
         even, odd = tl.split(tl.reshape(x, (ROWS, 32, 2)))
         even, odd = rotate(even, odd, cos, sin)
         return to_bf16(tl.reshape(tl.join(even, odd), (ROWS, 64)))
@@ -121,7 +118,12 @@ def _product_tile(
     column = start + tl.arange(0, COLUMNS)
     in_range = token < tokens
     if ROPE:  # before the sums, so that nothing waits for it after them
-        position = tl.load(positions + token, mask=in_range, other=0).to(tl.int64)
+        last = start % 512 == 512 - COLUMNS
+        rotated = tl.where(last, token, tokens) < tokens
+        position = tl.load(positions + token, mask=rotated, other=0).to(tl.int64)
+        at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+        cos = tl.load(at, mask=rotated[:, None], other=0.0)
+        sin = tl.load(at + 32, mask=rotated[:, None], other=0.0)
 
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for depth in tl.range(0, RANK, DEPTH, num_stages=STAGES):
@@ -158,10 +160,10 @@ def _product_tile(
         x = x * reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
         value = to_bf16(x)
         if ROPE:
-            value = _rotate_last(x, value, position, rope_table, in_range, ROWS, COLUMNS)
+            value = _rotate_last(x, value, upcast(cos), upcast(sin), ROWS, COLUMNS)
     elif ROPE:
-        if start % 512 == 512 - COLUMNS:
-            value = _rotate_last(upcast(value), value, position, rope_table, in_range, ROWS, COLUMNS)
+        if last:
+            value = _rotate_last(upcast(value), value, upcast(cos), upcast(sin), ROWS, COLUMNS)
 
     LIVE: tl.constexpr = HEADS * 16
     WIDTH: tl.constexpr = PADDED * 16
