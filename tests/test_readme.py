@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_runs() -> None:
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     assert len(ast.parse(example).body) - 2 <= 10, "imports aside"
     check = (
         "\nassert out.shape == (5, 64, 512)"
@@ -38,6 +38,31 @@ def test_the_example_runs() -> None:
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", example + check], check=True, env=env)
+
+
+def test_the_copy_free_example_runs() -> None:
+    _, example = blocks("python")
+    before = """
+import dataclasses, torch
+from preattn import cache_view, record
+from preattn.cases.base import rope_table
+from preattn.geometry import geometry
+from preattn.layers import V4Prologue
+from preattn.workspace import QueryWorkspace
+shard = dataclasses.replace(geometry("deepseek-v4.1-flash").shard(2), q_rank=64)
+wq_b, table = torch.randn(32 * 512, 64).bfloat16(), rope_table(64)
+cache = cache_view(torch.zeros(1 << 20, dtype=torch.uint8), record("v41_mxfp8"), block_size=64)
+q_latent, kv = torch.randn(3, 64).bfloat16(), torch.randn(3, 512).bfloat16()
+positions, slots = torch.arange(3), torch.arange(3)
+"""
+    example = example.replace('"flashmla-mega", max_tokens=16384)', '"flashmla-mega", max_tokens=16384, device="cpu")')
+    check = "\nassert query.shape == (3, 64, 512) and cache.any()"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", before + example + check], check=False, env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "nothing is copied" in result.stdout
 
 
 COMMANDS = [block.removeprefix("$ preattn ") for block in blocks("") if block.startswith("$ preattn ")]

@@ -66,7 +66,7 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "v4.json", **hea
 
 
 def filled(folder: Path) -> str:
-    return report.fill(README, report.read_all(folder), [TABLE])
+    return report.fill(README, report.read_all(folder), [TABLE], {})
 
 
 def test_a_table(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_table(tmp_path: Path) -> None:
 def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path, [row("one", 1024, 25.0)])
     once = filled(tmp_path)
-    assert report.fill(once, report.read_all(tmp_path), [TABLE]) == once
+    assert report.fill(once, report.read_all(tmp_path), [TABLE], {}) == once
 
 
 def test_columns_and_lines_without_numbers_are_left_out(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_every_device_has_its_table(tmp_path: Path) -> None:
 )
 def test_markers_that_do_not_fit(text: str, got: str) -> None:
     with pytest.raises(ValueError, match=f"^markers: expected results:example, runs; got {got}$"):
-        report.fill(text, {}, [TABLE])
+        report.fill(text, {}, [TABLE], {})
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_ratio_is_to_the_fastest(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
-    names = ["runs", *(table.name for table in TABLES)]
+    names = ["runs", *report.PICTURES, *(table.name for table in TABLES)]
     empty = "".join(f"<!-- results:{name} -->\n<!-- /results -->\n" for name in names)
     readme.write_text(empty)
     results = tmp_path / "results"
@@ -244,6 +244,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     readme.write_text("no markers")
     assert report.main(arguments) == 2
     assert "error: markers: expected" in capsys.readouterr().err
+
+
+def test_the_picture_counts_what_plans_count() -> None:
+    text = report.render_bytes()
+    copied, free = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes a token", text))
+    assert copied == 32 * 1024 + 64 * 1024 + 1824 and free == 1824
+    assert text.count("█") == 2 * text.count("░") > 30
 
 
 def test_the_readme_is_what_the_results_give() -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
@@ -487,16 +487,23 @@ def render_bytes() -> str:
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
-def fill(text: str, devices: Mapping[str, Sequence[Results]], tables: Sequence[Table] = TABLES) -> str:
-    """The text with every marked place filled: the tables', ``bytes`` and ``runs``.
+PICTURES: Mapping[str, Callable[[], str]] = {"bytes": render_bytes}
+"""What is drawn of the plans, and not of measurements."""
+
+
+def fill(
+    text: str,
+    devices: Mapping[str, Sequence[Results]],
+    tables: Sequence[Table] = TABLES,
+    pictures: Mapping[str, Callable[[], str]] = PICTURES,
+) -> str:
+    """The text with every marked place filled: the tables', the pictures' and ``runs``.
 
     Raises:
         ValueError: a marker names no table, or a table has no marker.
     """
-    known = {table.name: render(table, devices) for table in tables} | {
-        "runs": render_runs(devices),
-        "bytes": render_bytes(),
-    }
+    known = {table.name: render(table, devices) for table in tables} | {"runs": render_runs(devices)}
+    known |= {name: draw() for name, draw in pictures.items()}
     found = [match["name"] for match in _MARKED.finditer(text)]
     if sorted(found) != sorted(known):
         raise ValueError(
