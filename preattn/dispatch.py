@@ -87,6 +87,11 @@ def hold() -> Iterator[list[Any]]:
         _held.reset(token)
 
 
+def holding() -> bool:
+    """Whether :func:`hold` is active."""
+    return _held.get() is not None
+
+
 def held(launch: Any) -> bool:
     """Note a launch down if :func:`hold` is active."""
     launches = _held.get()

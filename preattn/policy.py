@@ -341,13 +341,17 @@ def choose(
     return replace(plan, expected_us=plan.total_bytes / rate / 1e3 if rate else None)
 
 
+FUSED_NORM_TOKENS = 16
+"""Tokens up to which the projection kernel norms heads itself: a tile is then a whole head, which more tokens would not
+fill a GPU with fast enough. Above, a launch after it norms them in place."""
+
 PROJECT_KERNEL_TOKENS: dict[str, int] = {
     "project": 256,
     "project_e4m3": 128,
     "project_norm": 0,
-    "project_e4m3_norm": 16,
+    "project_e4m3_norm": FUSED_NORM_TOKENS,
 }
-"""Tokens up to which one launch of ours beats the library's matmul and the launch after it (H200), by kernel path."""
+"""Tokens up to which our kernel beats the library's matmul and the launch after it (H200), by kernel path."""
 
 
 def library_multiplies(weight: WeightKind, layout: Layout, tokens: int) -> bool:
@@ -430,7 +434,7 @@ def _choose_v4(
         found, weight, tokens=tokens, norm=agreed.norms, matmul=library_multiplies(weight, layout, tokens)
     )
     reason = f"the projection writes {heads} of {padded} heads where attention reads them: nothing is copied; {why}"
-    if projection_form == Projection.KERNEL:
+    if projection_form == Projection.KERNEL and not (agreed.norms and tokens > FUSED_NORM_TOKENS):
         return replace(plan, reason=reason, bytes=kv_only, projection=projection_form)
     if not touched:
         return replace(plan, form=Form.KV_ONLY, reason=reason, bytes=kv_only, projection=projection_form)

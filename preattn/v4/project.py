@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, policy, weights
-from ..dispatch import define_op, use_kernels
+from ..dispatch import define_op, holding, use_kernels
 from ..policy import Layout, Projection, WeightKind
 from ..reference import v4 as reference
 from .query_kv import HEAD_DIM, RECORDS, _check_kv, _kv_insert_impl, _query_kv_insert_impl
@@ -78,7 +78,7 @@ def project_query_kv_insert(
     """Projection, query and KV half of the prologue: the query latent and the KV latent to what attention reads.
 
     The result is that of :func:`project_query` and then :func:`~preattn.v4.query_kv_insert` in place, to the bit.
-    ``kernel`` does it all in one launch.
+    ``kernel`` does it all in one launch, but for head norms of more than ``policy.FUSED_NORM_TOKENS`` tokens.
 
     Args are those of the two.
 
@@ -260,37 +260,32 @@ def _project_impl(
                 checks.disjoint(name, tensor, other_name, other)
     if kv is not None:
         checks.aligned("kv", kv)
+    fused = kernel and (norm_eps is None or x.shape[0] <= policy.FUSED_NORM_TOKENS)
     if not use_kernels(x):
         reference.project(x, weight, x_scale, weight_scale, out, interleaved=interleaved)
     elif not kernel:
         _matmul(x, weight, x_scale, weight_scale, out, interleaved)
-    else:
+    elif x.shape[0]:
         from ..kernels import v4 as kernels
 
-        if not x.shape[0]:
-            return
-        config = policy.launch_config(
-            x.device.index, policy.project_path(_kind(weight_scale), norm=norm_eps is not None), x.shape[0]
-        )
+        norms = fused and norm_eps is not None
+        path = policy.project_path(_kind(weight_scale), norm=norms)
         kernels.launch_project(
             x,
             weight,
             x_scale,
             weight_scale,
             out,
-            kv,
-            cache,
-            slots,
-            positions,
-            rope_table,
-            record=None if record is None else RECORDS[record],
+            *((kv, cache, slots, positions, rope_table) if fused else (None, None, None, None, None)),
+            record=RECORDS[record] if fused and record is not None else None,
             interleaved=interleaved,
-            norm_eps=norm_eps,
-            rope=rope,
+            norm_eps=norm_eps if fused else None,
+            rope=rope and fused,
             kv_scale=kv_scale,
-            config=config,
+            config=policy.launch_config(x.device.index, path, x.shape[0]),
         ).run(x.device)
-        return
+        if fused:
+            return
     if kv is None or cache is None or slots is None or positions is None or rope_table is None or record is None:
         return
     step = (slots, positions, rope_table)
@@ -305,6 +300,8 @@ def _matmul(
     x: Tensor, weight: Tensor, x_scale: Tensor | None, weight_scale: Tensor | None, out: Tensor, interleaved: bool
 ) -> None:
     """The library's matmul; only its output's strides differ from those of a plain projection."""
+    if holding():  # nothing of it is ours to compile
+        return
     heads = weight.shape[0] // HEAD_DIM
     if interleaved:
         live = weights.as_chunks(out)[:, :, :heads].permute(1, 0, 2, 3).flatten(2)

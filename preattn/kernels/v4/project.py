@@ -121,9 +121,9 @@ def _product_tile(
         last = start % 512 == 512 - COLUMNS
         rotated = tl.where(last, token, tokens) < tokens
         position = tl.load(positions + token, mask=rotated, other=0).to(tl.int64)
-        at = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-        cos = tl.load(at, mask=rotated[:, None], other=0.0)
-        sin = tl.load(at + 32, mask=rotated[:, None], other=0.0)
+        angle = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+        cos = tl.load(angle, mask=rotated[:, None], other=0.0)
+        sin = tl.load(angle + 32, mask=rotated[:, None], other=0.0)
 
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for depth in tl.range(0, RANK, DEPTH, num_stages=STAGES):
