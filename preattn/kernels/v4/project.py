@@ -57,23 +57,17 @@ PROJECT_SCALARS = [
 
 
 @triton.jit
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def _rotated_tail(x, cos, sin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The last 64 of COLUMNS float32 dims, rotated, as bf16 [ROWS, 64].
 
-
-@triton.jit
-def _rotate_last(x, rows, cos, sin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The last 64 of COLUMNS float32 dims rotated and rounded to bf16, in ``rows``; its other dims keep their bits."""
-    if COLUMNS > 64:
-        left, right = _halves(rows, ROWS, COLUMNS)
-        _, x_right = _halves(x, ROWS, COLUMNS)
-        right = _rotate_last(x_right, right, cos, sin, ROWS, COLUMNS // 2)
-        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
-    else:
-        even, odd = tl.split(tl.reshape(x, (ROWS, 32, 2)))
-        even, odd = rotate(even, odd, cos, sin)
-        return to_bf16(tl.reshape(tl.join(even, odd), (ROWS, 64)))
+    They are picked by adding bit patterns, of which all but one are zero: their signs of zero and NaNs survive that.
+    """
+    GROUPS: tl.constexpr = COLUMNS // 64
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), (ROWS, GROUPS, 64))
+    tail = tl.sum(tl.where((tl.arange(0, GROUPS) == GROUPS - 1)[None, :, None], bits, 0), axis=1)
+    even, odd = tl.split(tl.reshape(tail.to(tl.float32, bitcast=True), (ROWS, 32, 2)))
+    even, odd = rotate(even, odd, cos, sin)
+    return to_bf16(tl.reshape(tl.join(even, odd), (ROWS, 64)))
 
 
 @triton.jit
@@ -159,11 +153,6 @@ def _product_tile(
         x = upcast(value)
         x = x * reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
         value = to_bf16(x)
-        if ROPE:
-            value = _rotate_last(x, value, upcast(cos), upcast(sin), ROWS, COLUMNS)
-    elif ROPE:
-        if last:
-            value = _rotate_last(upcast(value), value, upcast(cos), upcast(sin), ROWS, COLUMNS)
 
     LIVE: tl.constexpr = HEADS * 16
     WIDTH: tl.constexpr = PADDED * 16
@@ -176,7 +165,13 @@ def _product_tile(
     else:
         target = column // LIVE * WIDTH + column % LIVE
     row = out + (token.to(tl.int64) * (stride_out * 8))[:, None]
-    tl.store(row + target[None, :], value, mask=in_range[:, None])
+    stored = in_range[:, None]
+    if ROPE:
+        if last:
+            tail = _rotated_tail(x if NORM else upcast(value), upcast(cos), upcast(sin), ROWS, COLUMNS)
+            tl.store(row + (start + COLUMNS - 64) + tl.arange(0, 64)[None, :], tail, mask=stored)
+        stored = stored & (column < tl.where(last, start + COLUMNS - 64, start + COLUMNS))[None, :]
+    tl.store(row + target[None, :], value, mask=stored)
 
 
 @triton.jit(do_not_specialize=PROJECT_SCALARS, do_not_specialize_on_alignment=[*UNALIGNED, "x_scale"])
