@@ -57,17 +57,18 @@ PROJECT_SCALARS = [
 
 
 @triton.jit
-def _rotated_tail(x, cos, sin, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The last 64 of COLUMNS float32 dims, rotated, as bf16 [ROWS, 64].
-
-    They are picked by adding bit patterns, of which all but one are zero: their signs of zero and NaNs survive that.
-    """
-    GROUPS: tl.constexpr = COLUMNS // 64
-    bits = tl.reshape(x.to(tl.int32, bitcast=True), (ROWS, GROUPS, 64))
-    tail = tl.sum(tl.where((tl.arange(0, GROUPS) == GROUPS - 1)[None, :, None], bits, 0), axis=1)
-    even, odd = tl.split(tl.reshape(tail.to(tl.float32, bitcast=True), (ROWS, 32, 2)))
-    even, odd = rotate(even, odd, cos, sin)
-    return to_bf16(tl.reshape(tl.join(even, odd), (ROWS, 64)))
+def _tail(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The last 64 of COLUMNS float32 dims: [ROWS, 64]."""
+    if COLUMNS == 64:
+        return x
+    elif COLUMNS <= 256:
+        _, right = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        return _tail(right, ROWS, COLUMNS // 2)
+    else:  # halving so many spills; of the added bit patterns all but one are zero, which keeps signs of zero and NaNs
+        GROUPS: tl.constexpr = COLUMNS // 64
+        bits = tl.reshape(x.to(tl.int32, bitcast=True), (ROWS, GROUPS, 64))
+        last = (tl.arange(0, GROUPS) == GROUPS - 1)[None, :, None]
+        return tl.sum(tl.where(last, bits, 0), axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -111,13 +112,10 @@ def _product_tile(
     token = row_tile * ROWS + tl.arange(0, ROWS)
     column = start + tl.arange(0, COLUMNS)
     in_range = token < tokens
-    if ROPE:  # before the sums, so that nothing waits for it after them
+    if ROPE:  # positions before the sums, so that only the table is waited for behind them
         last = start % 512 == 512 - COLUMNS
         rotated = tl.where(last, token, tokens) < tokens
         position = tl.load(positions + token, mask=rotated, other=0).to(tl.int64)
-        angle = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-        cos = tl.load(angle, mask=rotated[:, None], other=0.0)
-        sin = tl.load(angle + 32, mask=rotated[:, None], other=0.0)
 
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for depth in tl.range(0, RANK, DEPTH, num_stages=STAGES):
@@ -168,7 +166,13 @@ def _product_tile(
     stored = in_range[:, None]
     if ROPE:
         if last:
-            tail = _rotated_tail(x if NORM else upcast(value), upcast(cos), upcast(sin), ROWS, COLUMNS)
+            angle = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+            cos = upcast(tl.load(angle, mask=stored, other=0.0))
+            sin = upcast(tl.load(angle + 32, mask=stored, other=0.0))
+            tail = _tail(x if NORM else upcast(value), ROWS, COLUMNS)
+            even, odd = tl.split(tl.reshape(tail, (ROWS, 32, 2)))
+            even, odd = rotate(even, odd, cos, sin)
+            tail = to_bf16(tl.reshape(tl.join(even, odd), (ROWS, 64)))
             tl.store(row + (start + COLUMNS - 64) + tl.arange(0, 64)[None, :], tail, mask=stored)
         stored = stored & (column < tl.where(last, start + COLUMNS - 64, start + COLUMNS))[None, :]
     tl.store(row + target[None, :], value, mask=stored)
