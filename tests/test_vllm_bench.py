@@ -42,13 +42,23 @@ def test_the_arms_of_a_model_are_processes_of_their_own() -> None:
     names = [spec.name for spec in engine.specs(options(models=["glm-5"]))]
     timed = [
         f"glm-5/{arm}/{form}{turn}"
-        for arm in ("stock", "plugin")
+        for turn, order in (("", ("stock", "plugin")), ("/2", ("plugin", "stock")))
         for form in ("eager", "graphs")
-        for turn in ("", "/2")
+        for arm in order
     ]
     assert names == [*timed, "glm-5/shadow/eager"]
     specs = list(engine.specs(options()))
     assert len({spec.result for spec in specs}) == len(specs)
+
+
+def test_graphs_alone_alternate_who_goes_first() -> None:
+    chosen = options(models=["glm-5"], arms=["plugin", "stock"], execution="graphs", rounds=3)
+    names = [spec.name.removeprefix("glm-5/") for spec in engine.specs(chosen)]
+    assert names == [
+        *("stock/graphs", "plugin/graphs"),
+        *("plugin/graphs/2", "stock/graphs/2"),
+        *("stock/graphs/3", "plugin/graphs/3"),
+    ]
 
 
 def test_only_the_stock_arm_runs_without_the_plug_in(tmp_path: Path) -> None:
@@ -82,31 +92,102 @@ def test_an_arm_that_fails_is_reported_with_the_end_of_its_output(
     assert "glm-5/stock/eager: FAILED" in capsys.readouterr().out
 
 
-def a_run(arm: str, ms: float) -> dict[str, Any]:
-    spec = engine_arm.Spec("glm-5", arm, False, "", "")
+def a_run(arm: str, ms: float, *, turn: int = 1) -> dict[str, Any]:
+    spec = engine_arm.Spec("glm-5", arm, False, "/scratch/glm-5", "/scratch/r.json", round=turn)
     watched = {"synchronisations": {"vllm/a.py:1": 3}, "of_ours": 0, "compilations": {}}
+    kernels = [
+        {"kernel": "void ns::attention<64>(int)", "calls": 3, "ms": 20.0},
+        {"kernel": f"_{arm}_kernel", "calls": 3, "ms": ms / 10},
+        {"kernel": "tiny", "calls": 1, "ms": 0.01},
+    ]
     return {
         "name": spec.name,
         **vars(spec),
-        "ttft": {"16384": {"ms": ms}},
-        "tpot": {"ms": ms / 10},
-        "profile_prefill": {"gpu_ms": ms - 1},
+        "environment": {
+            "device": "GPU",
+            "driver": "1",
+            "torch": "2",
+            "triton": "3",
+            "vllm": "4",
+            "commit": "abc",
+            "plugins": arm,
+        },
+        "ttft": {"16384": {"ms": ms, "least": ms - 1, "most": ms + 1}},
+        "tpot": {"sequences": 64, "ms": ms / 10, "least": ms / 10, "most": ms / 10},
+        "host": {"python_ms": 9.0, "launches_ms": 4.0},
+        "profile_prefill": {"gpu_ms": ms - 1, "kernels": kernels},
         "served": watched,
+        "first_requests": {**watched, "compilations": {"a": 2}},
         "tokens_answered": [[1, 2], [3]],
         "logprobs": [{"1": -1.0}, {"3": -2.0 - ms / 1000}],
         "compiled_later": 0,
+        "complete": True,
     }
 
 
-def test_the_table_says_what_the_plug_in_changed() -> None:
-    tally = {"calls": 9, "mismatches": 1, "elements": 4096, "norm_flips": 2, "first": "layer 3, element [0]"}
-    shadow = {**a_run("shadow", 1), "steps": 1000, "shadow": {"fused_q.main query": tally}}
-    lines = engine.table([a_run("stock", 60.0), a_run("plugin", 45.0), shadow]).splitlines()
-    assert "  TTFT of 16384 tokens: 60.00 -> 45.00 ms (0.750x)" in lines
-    assert "  GPU time, prefill: 59.00 -> 44.00 ms (0.746x)" in lines
-    assert "  synchronisations: 3 -> 3, 0 of ours" in lines
-    assert "  greedy answers equal: 2 of 2; first logprobs apart by at most 0.015" in lines
-    assert lines[-1] == ("  fused_q.main query: 9 calls, 1 mismatches, 2 norm roundings of 4,096; layer 3, element [0]")
+def a_shadow() -> dict[str, Any]:
+    tally = {"calls": 9, "mismatches": 1, "elements": 4096, "norm_flips": 2, "scale_edges": 3, "first": "layer 3"}
+    return {**a_run("shadow", 1), "steps": 1000, "shadow": {"fused_q.main query": tally}}
+
+
+def test_the_document_gives_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "engine.json"
+    runs = [a_run(arm, ms, turn=turn) for turn in (1, 2) for arm, ms in (("stock", 58.0 + turn), ("plugin", 45.0))]
+    engine.write(path, [*runs, a_shadow()])
+    assert "/scratch" not in path.read_text() and "tokens_answered" not in path.read_text()
+    assert engine.main(["--report", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "**glm-5, eager**, 2 processes of each",
+        "| TTFT, 16,384 tokens | 59.50 (58.00 to 61.00) | 45.00 (44.00 to 46.00) | 0.756 |",
+        "| TPOT, 64 sequences | 5.95 (5.90 to 6.00) | 4.50 | 0.756 |",
+        "| GPU time, longest prompt | 58.50 (58.00 to 59.00) | 44.00 | 0.752 |",
+        "| host, a Python loop | 9.00 | 9.00 | 1.000 |",
+        "| GPU synchronisations while serving | 3 | 3 | |",
+        "| of these, asked for by preattn | 0 | 0 | |",
+        "| kernels compiled by the first requests | 2 | 2 | |",
+        "| of preattn's, after start | 0 | 0 | |",
+        "| glm-5/plugin/eager | | 2 of 2 greedy answers equal, first log-probabilities at most 0.014 apart | |",
+        "| `attention` | 20.00 | 20.00 |",
+        "| `_stock_kernel` | 5.90 |  |",
+        "**glm-5, shadow mode**, 1,000 engine steps",
+        "| fused_q.main query | 9 | 4,096 | 1 | 2 | 3 |",
+        "fused_q.main query: layer 3",
+        "GPU; driver 1, torch 2, triton 3, vllm 4, commit abc",
+    ):
+        assert line in lines, line
+    assert not any("tiny" in line for line in lines)
+
+
+def test_runs_are_added_to_a_document_and_replace_those_of_their_name(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    engine.write(path, [a_run("stock", 60.0), a_run("plugin", 45.0)])
+    engine.write(path, [a_run("plugin", 40.0), a_shadow()], keep=True)
+    runs = json.loads(path.read_text())["runs"]
+    assert [(run["name"], run["tpot"]["ms"]) for run in runs] == [
+        ("glm-5/stock/eager", 6.0),
+        ("glm-5/plugin/eager", 4.0),
+        ("glm-5/shadow/eager", 0.1),
+    ]
+    engine.write(path, [a_shadow()])
+    assert len(json.loads(path.read_text())["runs"]) == 1
+
+
+def test_arms_of_another_run_are_collected_and_an_unpaired_one_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = {**a_run("plugin", 45.0), "failure": "TimeoutExpired\nmore"}
+    for part in ("tpot", "served", "profile_prefill"):
+        del cut[part]
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "a.json").write_text(json.dumps(cut))
+    output = tmp_path / "engine.json"
+    assert engine.main(["--collect", str(tmp_path / "scratch"), "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "**glm-5, eager**, unpaired" in said
+    assert "| TTFT, 16,384 tokens | not run | 45.00 (44.00 to 46.00) |  |" in said
+    assert "| kernels compiled while serving | not run | not run | |" in said
+    assert "glm-5/plugin/eager failed: TimeoutExpired" in said and "TPOT" not in said
 
 
 def test_a_result_is_on_disk_after_every_step(tmp_path: Path) -> None:

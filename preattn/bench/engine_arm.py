@@ -5,6 +5,7 @@ Driven by :mod:`preattn.bench.engine`, and by :mod:`preattn.bench.document` for 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -261,6 +262,37 @@ def _inside(filename: str) -> str:
     return parts[-1]
 
 
+def host_speed(repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of two fixed pieces of this process's host work, medians: a Python loop, and 1,000 tiny launches.
+
+    Short prompts and decode steps wait for the host, whose speed differs between processes of one machine by more than
+    the arms do: compare arms whose figures here are alike.
+    """
+    import torch
+
+    def loop() -> None:
+        total = 0
+        for value in range(500_000):
+            total += value & 3
+
+    one = torch.zeros(1, device="cuda")
+
+    def launches() -> None:
+        for _ in range(1000):
+            one.add_(1)
+
+    found = {}
+    for name, work in (("python_ms", loop), ("launches_ms", launches)):
+        samples = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            samples.append((time.perf_counter() - start) * 1e3)
+        found[name] = round(statistics.median(samples), 3)
+    return found
+
+
 def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
     """GPU milliseconds of a run, and its kernels by time."""
     import torch
@@ -293,8 +325,9 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
         samples = prompts.times([prompts.of(tokens)], 1, repeats=7)
         ttft[str(tokens)] = {"ms": statistics.median(samples), "least": min(samples), "most": max(samples)}
         result.put(ttft=ttft)
+    result.put(host=host_speed())
     short = [prompts.of(64) for _ in range(SEQUENCES)]
-    one, many = prompts.times(short, 1, repeats=3), prompts.times(short, 65, repeats=3)
+    one, many = prompts.times(short, 1, repeats=5), prompts.times(short, 65, repeats=5)
     steps = [(run - statistics.median(one)) / 64 for run in many]
     result.put(tpot={"sequences": SEQUENCES, "ms": statistics.median(steps), "least": min(steps), "most": max(steps)})
     mixed = [prompts.of(tokens) for tokens in (*ANSWERED, *spec.tokens)]
@@ -305,7 +338,9 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
     if spec.profile:
         longest = [prompts.of(max(spec.tokens))]
         result.put(profile_prefill=kernel_times(lambda: prompts.run(longest, 1)))
-        result.put(profile_decode=kernel_times(lambda: prompts.run(short, 9)))
+        one_token, decode = (kernel_times(functools.partial(prompts.run, short, count)) for count in (1, 9))
+        step = (decode["gpu_ms"] - one_token["gpu_ms"]) / 8
+        result.put(profile_decode={**decode, "step_ms": round(step, 4)})
 
 
 def shadow(spec: Spec, result: Result, llm: Any) -> None:

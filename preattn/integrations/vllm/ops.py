@@ -267,10 +267,11 @@ def _shadow_query(call: dict[str, Any], ours: tuple[Tensor | None, Tensor | None
     shadow.refuse_capture()
     layer = layer_name()
     theirs = engine.fused_q(**call)
-    names = ("indexer query", "indexer weights", "main query")
-    for name, mine, other in zip(names, ours, theirs, strict=True):
-        if mine is not None:
-            shadow.compare("fused_q", name, layer, mine, other)
+    index_query, index_weights, main = ours
+    if index_query is not None and index_weights is not None:
+        shadow.compare_index_query("fused_q", layer, (index_query, index_weights), theirs[:2])
+    if main is not None:
+        shadow.compare("fused_q", "main query", layer, main, theirs[2])
     buffer = in_buffer(call["ql_nope"], thread.layer)
     if buffer is not None and buffer.shape[1] > (heads := call["q_pe"].shape[1]):
         tail = buffer[:, heads:]

@@ -3,9 +3,15 @@
 ``PREATTN_SHADOW=1`` is for convincing oneself, not for serving: it waits for the GPU several times a call, copies
 the pages that a step writes, and cannot work inside a CUDA graph, where it raises.
 
-Bytes have to be equal. One thing may differ, is counted apart and has a bound: the engine adds up a norm's mean
-square in another order, so that a value on a rounding boundary may fall to its other side, one bf16 value or one
-stored code away, in at most :data:`preattn.golden.NORM_FLIPS` of a norm's elements.
+Bytes have to be equal. Two things may differ, are counted apart and have a bound:
+
+- *Norm roundings.* The engine adds up a norm's mean square in another order, so that a value on a rounding boundary
+  may fall to its other side, one bf16 value or one stored code away: :func:`most_norm_flips`.
+- *Scale edges.* The engine takes the scale of an indexer query from a float32 logarithm, which is an integer too
+  early just above a power of two; its scale is half of the exact one there, and the row saturates:
+  :func:`most_scale_edges`.
+
+A bound holds for the running total of an output, and a total that is past it makes its call a mismatch.
 """
 
 from __future__ import annotations
@@ -27,6 +33,17 @@ from . import report
 POISON = 0xA5
 """Every byte that the engine's op is given to write into."""
 
+SCALE_EDGES = 2.0**-17
+"""Largest share of rows whose scale the engine may take to be half of the exact one.
+
+Its ``ceil(log2(s))`` of s just above 2**k is k where the float32 logarithm, off by at most one ulp (CUDA's bound of
+``log2f``), comes out as k: where log2(s) - k is at most one ulp of a number below 32, 2**-19, so that s exceeds 2**k by
+at most 2**-19 * ln 2 of it. The row's largest value is then as close above 1.75 * 2**j (448 is 1.75 * 2**8). A mantissa
+at most twice as dense there as a uniform one lies there in at most 2 * 1.75 * ln 2 * 2**-19 < 2**-17 of the rows.
+"""
+SCALE_EDGE_FLOOR = 8
+"""Rows that may come early: at that share, 8 in fewer than 2**14 rows happen once in 10**11 times."""
+
 
 @dataclass
 class Tally:
@@ -34,9 +51,10 @@ class Tally:
 
     Attributes:
         calls: comparisons made.
-        mismatches: comparisons that found a difference no norm explains.
+        mismatches: comparisons that found a difference that is neither of the two below, or too many of those.
         elements: elements compared.
         norm_flips: elements that a norm's order of addition put on the other side of a rounding boundary.
+        scale_edges: rows whose scale the engine takes to be half of the exact one.
         first: the first mismatch: layer, element, both values.
     """
 
@@ -44,6 +62,7 @@ class Tally:
     mismatches: int = 0
     elements: int = 0
     norm_flips: int = 0
+    scale_edges: int = 0
     first: str | None = None
 
 
@@ -89,16 +108,56 @@ def lines() -> Iterator[tuple[str, bool]]:
                 f"; norm roundings: {tally.norm_flips} of {tally.elements:,} elements, each one step "
                 f"(at most {NORM_FLIPS:.2g} of them may)"
             )
+        if tally.scale_edges:
+            line += f"; scale edges: {tally.scale_edges} rows, the engine's scale half of the exact one"
         if tally.first:
             line += f"; the first: {tally.first}"
         yield line, tally.mismatches == 0
 
 
+# -- what may differ -------------------------------------------------------------------------------------------
+
+
+def most_norm_flips(elements: int, width: int) -> int:
+    """The norm roundings that may come up in so many elements of rows of ``width``.
+
+    A share of :data:`preattn.golden.NORM_FLIPS`, and one row. Two norms of a row differ in one factor, and values with
+    equal mantissas (and weights) are at the same distance from a boundary: they flip together. A bf16 row has 128
+    mantissas; where one flips it is 12 of 1,536 elements, and all of a row whose values have one magnitude. Rows that
+    flip are rare, so that the share holds of many rows and not of the few rows of a call.
+    """
+    return math.ceil(NORM_FLIPS * elements) + width
+
+
+def most_scale_edges(rows: int) -> int:
+    """The scale edges that may come up in so many rows."""
+    return math.ceil(SCALE_EDGES * rows) + SCALE_EDGE_FLOOR
+
+
 # -- comparing -------------------------------------------------------------------------------------------------
 
 
-def compare(op: str, output: str, layer: str, ours: Tensor, engines: Tensor, *, norm: bool = False) -> None:
-    """Compare two tensors byte for byte; with ``norm``, bf16 or e4m3 values one step apart are norm roundings."""
+def compare(
+    op: str,
+    output: str,
+    layer: str,
+    ours: Tensor,
+    engines: Tensor,
+    *,
+    norm: bool = False,
+    edges: Tensor | None = None,
+) -> None:
+    """Compare two tensors byte for byte.
+
+    Args:
+        op: the op they come from.
+        output: which of its outputs they are.
+        layer: the layer, for the message.
+        ours: what ours wrote.
+        engines: what the engine's wrote.
+        norm: bf16 or e4m3 values one step apart are norm roundings.
+        edges: the scale edges among the rows, of the shape of ``ours`` or without its last dim.
+    """
     tally = _tally(op, output, ours.numel())
     if ours.shape != engines.shape or ours.dtype != engines.dtype:
         have, want = (f"{x.dtype} {list(x.shape)}" for x in (ours, engines))
@@ -107,14 +166,45 @@ def compare(op: str, output: str, layer: str, ours: Tensor, engines: Tensor, *, 
     a, b = _bytes(ours), _bytes(engines)
     if torch.equal(a, b):
         return
-    wrong = (a != b).any(-1)
+    wrong, past = (a != b).any(-1), ""
     if norm:
         flipped = wrong & _one_step(ours, engines)
-        wrong = _settle(tally, wrong, flipped, int(flipped.sum()), ours.numel())
+        wrong, past = _settle(tally, wrong, flipped, int(flipped.sum()), ours.shape[-1])
+    if edges is not None:
+        tally.scale_edges += int(edges.sum())
+        most = most_scale_edges(tally.elements * edges.numel() // ours.numel())
+        if tally.scale_edges <= most:
+            wrong &= ~(edges if edges.dim() == wrong.dim() else edges[..., None])
+        else:
+            past = f"; {tally.scale_edges} scale edges so far, and at most {most} may be"
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         values = f"ours {ours[at].float().item():.9g}, the engine's {engines[at].float().item():.9g}"
-        _mismatch(tally, f"layer {layer}, element {list(at)} of {list(ours.shape)}: {values}")
+        many = f"; {int(wrong.sum())} elements of the call{past}"
+        _mismatch(tally, f"layer {layer}, element {list(at)} of {list(ours.shape)}: {values}{many}")
+
+
+def compare_index_query(op: str, layer: str, ours: tuple[Tensor, Tensor], engines: tuple[Tensor, Tensor]) -> None:
+    """Compare the indexer's query with its weights: codes [T, H, 128] e4m3, and [T, H] float32 that hold the scales."""
+    edges = None
+    alike = all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(ours, engines, strict=True))
+    if alike and not torch.equal(_bytes(ours[0]), _bytes(engines[0])):
+        edges = _scale_edges(ours, engines)
+    for output, mine, other in zip(("indexer query", "indexer weights"), ours, engines, strict=True):
+        compare(op, output, layer, mine, other, edges=edges)
+
+
+def _scale_edges(ours: tuple[Tensor, Tensor], engines: tuple[Tensor, Tensor]) -> Tensor:
+    """[T, H]: where the engine's scale is half of ours, and all else follows from that.
+
+    Ours is the exact one if the largest value is above 448 of the engine's steps: their largest code is then
+    saturated, 448, and ours 224. Halving is exact but for the codes that become subnormal, whose steps are 2**-9: twice
+    our code and theirs are equal, or 2**-9 apart. The weight is exactly twice theirs.
+    """
+    codes = [x.float() for x in (ours[0], engines[0])]
+    largest = [x.abs().amax(-1) for x in codes]
+    halved = ((2 * codes[0] - codes[1]).abs() <= 2.0**-9).all(-1)
+    return (largest[0] == 224) & (largest[1] == 448) & halved & (ours[1] == 2 * engines[1])
 
 
 class Pages:
@@ -152,18 +242,20 @@ class Pages:
         a, b = (formats.load(pages, self._record, every) for pages in (ours, engines))
         rows = (a != b).any(-1).nonzero().flatten()
         a, b, where = a[rows].cpu(), b[rows].cpu(), rows.cpu()
-        wrong = a != b
+        wrong, past = a != b, ""
         if norm:
             named = torch.isin(where, self.slots.cpu())
             explained, flips = _explained(self._record, a, b)
             explained &= named[:, None]
-            wrong = _settle(tally, wrong, explained, flips, len(self.slots) * self._record.dim)
+            wrong, past = _settle(tally, wrong, explained, flips, self._record.dim)
         if wrong.any():
             row, byte = wrong.nonzero()[0].tolist()
             block_size = self._cache.shape[1]
             slot = int(self._blocks[int(where[row]) // block_size]) * block_size + int(where[row]) % block_size
             values = f"ours 0x{int(a[row, byte]):02x}, the engine's 0x{int(b[row, byte]):02x}"
-            _mismatch(tally, f"layer {layer}, slot {slot}, byte {byte} of its {self._record.name} record: {values}")
+            many = f"; {int(wrong.sum())} bytes of {int(wrong.any(-1).sum())} records of the call{past}"
+            at = f"layer {layer}, slot {slot}, byte {byte} of its {self._record.name} record"
+            _mismatch(tally, f"{at}: {values}{many}")
 
 
 def _tally(op: str, output: str, elements: int) -> Tally:
@@ -181,12 +273,13 @@ def _mismatch(tally: Tally, what: str) -> None:
         report.logger.error("preattn shadow, %s: %s", report.rank(), what)
 
 
-def _settle(tally: Tally, wrong: Tensor, explained: Tensor, flips: int, elements: int) -> Tensor:
-    """Count what a norm explains, unless it is more than a norm can, and leave the rest."""
-    if flips > math.ceil(NORM_FLIPS * elements):
-        return wrong
+def _settle(tally: Tally, wrong: Tensor, explained: Tensor, flips: int, width: int) -> tuple[Tensor, str]:
+    """Count what a norm explains: what it leaves, and what to say where the count is past what a norm can do."""
     tally.norm_flips += flips
-    return wrong & ~explained
+    most = most_norm_flips(tally.elements, width)
+    if tally.norm_flips > most:
+        return wrong, f"; {tally.norm_flips} norm roundings so far, and at most {most} may be"
+    return wrong & ~explained, ""
 
 
 def _bytes(x: Tensor) -> Tensor:
