@@ -1,21 +1,70 @@
 """Argument checks. Each raises before anything is written and names the argument, what was expected, what came.
 
 Only metadata is looked at: no check reads a tensor's values, so none synchronises with a GPU. Pointers are
-checked inside the registered ops, where tensors are real (``torch.compile`` traces the public functions
-with fake ones).
+checked inside the registered ops, at every call, where tensors are real (``torch.compile`` traces the public
+functions with fake ones).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from operator import mul
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 INDEX_DTYPES = (torch.int64, torch.int32)
 TABLE_DTYPES = (torch.float32, torch.bfloat16)
 ROPE_DIM = 64
 """Rotated dims of every model here: 32 cosines and 32 sines a table row."""
+
+
+REMEMBERED = 4096
+"""Combinations of arguments that a check remembers to have passed; it forgets all of them and starts anew past that."""
+
+
+def remembered(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
+    """Run a check once for each combination of what it can see: of tensors dtype, device, shape and strides.
+
+    An eager step repeats the same shapes layer after layer, and a look-up costs a fifth of the checks. The check may
+    look at a tensor's metadata and at nothing else of it, and returns neither a tensor nor anything mutable. The key
+    is made of every argument, numbers with their types (1 is no True), so none can be forgotten; what fails is not
+    remembered, and is checked, and fails, again. Tracing runs the check itself.
+    """
+    passed: dict[tuple[object, ...], tuple[Result]] = {}
+
+    @functools.wraps(check)
+    def run(*arguments: *Arguments) -> Result:
+        if torch.compiler.is_compiling():
+            return check(*arguments)
+        try:
+            key = tuple(
+                [
+                    value
+                    if value is None or type(value) is str
+                    else (value.dtype, value.device, value.shape, value.stride())
+                    if isinstance(value, Tensor)
+                    else (type(value), value)
+                    for value in arguments
+                ]
+            )
+            known = passed.get(key)
+        except (RuntimeError, TypeError):  # no strides, symbolic sizes, an argument without a hash: nothing to look up
+            return check(*arguments)
+        if known is not None:
+            return known[0]
+        result = check(*arguments)
+        if len(passed) >= REMEMBERED:
+            passed.clear()
+        passed[key] = (result,)
+        return result
+
+    return run
 
 
 def tensor(
@@ -87,18 +136,28 @@ def aligned(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: expected data at a multiple of 16 bytes; got address {value.data_ptr():#x}")
 
 
-def _end(value: Tensor) -> int:
-    last = 0
-    for size, stride in zip(value.shape, value.stride(), strict=True):
-        last += (size - 1) * stride
-    return value.data_ptr() + (last + 1) * value.dtype.itemsize
+def all_aligned(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """:func:`aligned` of every tensor that is there."""
+    for name, value in named:
+        if value is not None and value.data_ptr() % 16:
+            aligned(name, value)
+
+
+def _extent(value: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if value.is_contiguous():
+        return value.numel() * value.element_size()
+    strides = value.stride()
+    last: int = sum(map(mul, strides, value.shape)) - sum(strides)
+    return (last + 1) * value.element_size()
 
 
 def disjoint(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Check that two tensors' address ranges do not meet (reads pointers: not for tracing)."""
     if not value.numel() or not other.numel():
         return
-    if value.data_ptr() < _end(other) and other.data_ptr() < _end(value):
+    start, other_start = value.data_ptr(), other.data_ptr()
+    if (other_start - start < _extent(value)) if start <= other_start else (start - other_start < _extent(other)):
         raise ValueError(f"{name}: expected memory apart from {other_name}; got {name} overlapping it")
 
 

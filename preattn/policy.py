@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Any, Literal
 
@@ -86,13 +87,21 @@ class Device:
         ``copy@512`` is that of ``copy`` for steps of at most 512 tokens, ``copy`` that of larger ones; the smallest
         bound that holds counts.
         """
-        for known in (self.launch, device(DEFAULT_DEVICE).launch):
-            for bound in STEP_BOUNDS:
-                if tokens <= bound and (small := known.get(f"{path}@{bound}")):
-                    return small
-            if path in known:
-                return known[path]
-        raise KeyError(path)
+        return self._by_size[bisect_left(STEP_BOUNDS, tokens)][path]
+
+    @cached_property
+    def _by_size(self) -> tuple[dict[str, LaunchConfig], ...]:
+        """The configurations of steps up to each bound, and past the last: what counts more overwrites what less."""
+        ranges = []
+        for first in range(len(STEP_BOUNDS) + 1):
+            configs: dict[str, LaunchConfig] = {}
+            for known in (device(DEFAULT_DEVICE).launch, self.launch):
+                configs |= known
+                for bound in reversed(STEP_BOUNDS[first:]):
+                    suffix = f"@{bound}"
+                    configs |= {key.removesuffix(suffix): known[key] for key in known if key.endswith(suffix)}
+            ranges.append(configs)
+        return tuple(ranges)
 
 
 DEFAULT_DEVICE = "NVIDIA H200"

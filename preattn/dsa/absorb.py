@@ -42,6 +42,16 @@ def absorb_query(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`query`.
     """
+    dtype = _check(q_nope, w_uk, query_scale, rope_dim, out)
+    if out is None:
+        out = q_nope.new_empty((*q_nope.shape[:2], LATENT_DIM + rope_dim), dtype=dtype)
+    _absorb(q_nope, w_uk, query_scale, out)
+    return out
+
+
+@checks.remembered
+def _check(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, rope_dim: int, out: Tensor | None) -> torch.dtype:
+    """The result's dtype."""
     checks.tensor("q_nope", q_nope, (torch.bfloat16,), (None, None, None))
     tokens, heads, nope = q_nope.shape
     if heads < 1 or nope < 64 or nope % 64:
@@ -57,7 +67,6 @@ def absorb_query(
     if out is None:
         if rope_dim not in (0, ROPE_DIM):
             raise ValueError(f"rope_dim: expected 0 or {ROPE_DIM}; got {rope_dim!r}")
-        out = q_nope.new_empty((tokens, heads, LATENT_DIM + rope_dim), dtype=dtype)
     else:
         checks.tensor("out", out, (dtype,), (tokens, None, None), q_nope.device)
         if out.shape[1] < heads or out.shape[2] < LATENT_DIM or out.shape[2] % 16:
@@ -67,16 +76,14 @@ def absorb_query(
             )
         checks.rows("out", out, inner=2)
         checks.apart("out", out)
-    _absorb(q_nope, w_uk, query_scale, out)
-    return out
+    return dtype
 
 
 # -- registered op ------------------------------------------------------------------------------------------
 
 
 def _absorb_impl(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, out: Tensor) -> None:
-    for name, tensor in (("q_nope", q_nope), ("w_uk", w_uk), ("out", out)):
-        checks.aligned(name, tensor)
+    checks.all_aligned((("q_nope", q_nope), ("w_uk", w_uk), ("out", out)))
     checks.disjoint("out", out, "q_nope", q_nope)
     if query_scale is None:
         front = out[:, : q_nope.shape[1], :LATENT_DIM]

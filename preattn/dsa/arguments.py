@@ -38,12 +38,11 @@ def check_rotated(
 
 def check_index_rope(
     pairing: object, index_rope_table: Tensor | None, rope_table: Tensor | None, device: torch.device
-) -> Tensor:
-    """Check the indexer's pairing and table; the table it uses, the main one where it has none of its own."""
+) -> None:
+    """Check the indexer's pairing and its table, which is the main one where it has none of its own."""
     check_choice("index_pairing", pairing, PAIRINGS)
     table = rope_table if index_rope_table is None else index_rope_table
     if table is None:
         raise ValueError("index_rope_table: expected a tensor where rope_table is None; got None")
     if table is not rope_table:
         checks.table("index_rope_table", table, device)
-    return table

@@ -118,6 +118,111 @@ def norm_rope_insert(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`query`.
     """
+    _check(
+        q_latent,
+        kv_latent,
+        k_pe,
+        cache,
+        slots,
+        positions,
+        rope_table,
+        record,
+        q_weight,
+        kv_weight,
+        q_eps,
+        kv_eps,
+        kv_scale,
+        index_key,
+        index_weight,
+        index_bias,
+        index_eps,
+        index_cache,
+        index_record,
+        index_slots,
+        index_pairing,
+        index_rope_table,
+        top_k,
+        return_kv,
+        rope_output,
+        out,
+        kv_out,
+        k_pe_out,
+    )
+    if out is None:
+        out = q_latent.new_empty(q_latent.shape)
+    if return_kv and kv_out is None:
+        kv_out, k_pe_out = kv_latent.new_empty(kv_latent.shape), k_pe.new_empty(k_pe.shape)
+    if index_key is None:
+        index_slots = index_rope_table = None
+    else:
+        index_slots = None if slots is None else slots if index_slots is None else index_slots
+        index_rope_table = rope_table if index_rope_table is None else index_rope_table
+    _norm_rope_insert(
+        q_latent,
+        kv_latent,
+        k_pe,
+        cache,
+        slots,
+        positions,
+        rope_table,
+        q_weight,
+        kv_weight,
+        kv_scale,
+        index_key,
+        index_weight,
+        index_bias,
+        index_cache,
+        index_slots,
+        index_rope_table,
+        top_k,
+        out,
+        kv_out,
+        k_pe_out,
+        record,
+        index_record,
+        q_eps,
+        kv_eps,
+        index_eps,
+        rope_output,
+        index_pairing or "half_split",
+    )
+    return Latents(out, kv_out, k_pe_out)
+
+
+# -- checks -------------------------------------------------------------------------------------------------
+
+
+@checks.remembered
+def _check(
+    q_latent: Tensor,
+    kv_latent: Tensor,
+    k_pe: Tensor,
+    cache: Tensor | None,
+    slots: Tensor | None,
+    positions: Tensor,
+    rope_table: Tensor | None,
+    record: str,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    q_eps: float,
+    kv_eps: float,
+    kv_scale: Tensor | None,
+    index_key: Tensor | None,
+    index_weight: Tensor | None,
+    index_bias: Tensor | None,
+    index_eps: float,
+    index_cache: Tensor | None,
+    index_record: str,
+    index_slots: Tensor | None,
+    index_pairing: Pairing | None,
+    index_rope_table: Tensor | None,
+    top_k: Tensor | None,
+    return_kv: bool,
+    rope_output: Pairing,
+    out: Tensor | None,
+    kv_out: Tensor | None,
+    k_pe_out: Tensor | None,
+) -> None:
     checks.tensor("q_latent", q_latent, (torch.bfloat16,), (None, None))
     tokens, rank = q_latent.shape
     device = q_latent.device
@@ -146,7 +251,7 @@ def norm_rope_insert(
     if slots is not None or cache is not None:
         _check_cache("cache", cache, kv_record, device)
     checks.kv_scale(kv_scale, record, device)
-    index_table = _check_index_key(
+    _check_index_key(
         index_key,
         index_weight,
         index_bias,
@@ -160,9 +265,7 @@ def norm_rope_insert(
         tokens,
         device,
     )
-    if out is None:
-        out = q_latent.new_empty((tokens, rank))
-    else:
+    if out is not None:
         checks.tensor("out", out, (torch.bfloat16,), (tokens, rank), device)
         checks.rows("out", out)
     if (kv_out is None) != (k_pe_out is None):
@@ -173,44 +276,7 @@ def norm_rope_insert(
         checks.rows("kv_out", kv_out)
         shape = (tokens, 1, k_pe.shape[-1]) if separate else tuple(k_pe.shape)
         checks.tensor("k_pe_out", k_pe_out, (torch.bfloat16,), shape, device)
-        k_pe_out = k_pe_out.squeeze(1) if separate else k_pe_out
-        checks.rows("k_pe_out", k_pe_out)
-    elif return_kv:
-        kv_out = kv_latent.new_empty((tokens, LATENT_DIM))
-        k_pe_out = k_pe.new_empty(k_pe.shape)
-    _norm_rope_insert(
-        q_latent,
-        kv_latent,
-        k_pe,
-        cache,
-        slots,
-        positions,
-        rope_table,
-        q_weight,
-        kv_weight,
-        kv_scale,
-        index_key,
-        index_weight,
-        index_bias,
-        index_cache,
-        None if index_key is None or slots is None else slots if index_slots is None else index_slots,
-        index_table,
-        top_k,
-        out,
-        kv_out,
-        k_pe_out,
-        record,
-        index_record,
-        q_eps,
-        kv_eps,
-        index_eps,
-        rope_output,
-        index_pairing or "half_split",
-    )
-    return Latents(out, kv_out, k_pe_out.unsqueeze(1) if separate and k_pe_out is not None else k_pe_out)
-
-
-# -- checks -------------------------------------------------------------------------------------------------
+        checks.rows("k_pe_out", k_pe_out.squeeze(1) if separate else k_pe_out)
 
 
 def _check_norm(name: str, weight: object, dims: int, device: torch.device) -> None:
@@ -238,8 +304,8 @@ def _check_index_key(
     top_k: object,
     tokens: int,
     device: torch.device,
-) -> Tensor | None:
-    """Check the indexer's half and give its table."""
+) -> None:
+    """Check the indexer's half."""
     if index_key is None:
         for name, value in (
             ("index_weight", weight),
@@ -251,7 +317,7 @@ def _check_index_key(
         ):
             if value is not None:
                 raise ValueError(f"{name}: expected None without index_key; got a {type(value).__name__}")
-        return None
+        return
     checks.tensor("index_key", index_key, (torch.bfloat16,), (tokens, INDEX_DIM), device)
     assert isinstance(index_key, Tensor)
     checks.rows("index_key", index_key)
@@ -267,7 +333,7 @@ def _check_index_key(
         if top_k.shape[0] < tokens or top_k.shape[1] < 1:
             raise ValueError(f"top_k: expected at least {tokens} rows of at least 1; got {list(top_k.shape)}")
         checks.rows("top_k", top_k)
-    return check_index_rope(pairing, index_rope_table, rope_table, device)
+    check_index_rope(pairing, index_rope_table, rope_table, device)
 
 
 def _record(name: str, rope_dim: int) -> Record:
@@ -312,31 +378,35 @@ def _norm_rope_insert_impl(
     rope_output: Pairing,
     index_pairing: Pairing,
 ) -> None:
-    for name, tensor in (
-        ("q_latent", q_latent),
-        ("kv_latent", kv_latent),
-        ("k_pe", k_pe),
-        ("cache", cache),
-        ("rope_table", rope_table),
-        ("q_weight", q_weight),
-        ("kv_weight", kv_weight),
-        ("index_key", index_key),
-        ("index_weight", index_weight),
-        ("index_bias", index_bias),
-        ("index_cache", index_cache),
-        ("index_rope_table", index_rope_table),
-        ("top_k", top_k),
-        ("out", out),
-        ("kv_out", kv_out),
-        ("k_pe_out", k_pe_out),
-    ):
-        if tensor is not None:
-            checks.aligned(name, tensor)
+    checks.all_aligned(
+        (
+            ("q_latent", q_latent),
+            ("kv_latent", kv_latent),
+            ("k_pe", k_pe),
+            ("cache", cache),
+            ("rope_table", rope_table),
+            ("q_weight", q_weight),
+            ("kv_weight", kv_weight),
+            ("index_key", index_key),
+            ("index_weight", index_weight),
+            ("index_bias", index_bias),
+            ("index_cache", index_cache),
+            ("index_rope_table", index_rope_table),
+            ("top_k", top_k),
+            ("out", out),
+            ("kv_out", kv_out),
+            ("k_pe_out", k_pe_out),
+        )
+    )
     if out.data_ptr() != q_latent.data_ptr() or out.stride() != q_latent.stride():
         checks.disjoint("out", out, "q_latent", q_latent)
     for name, written, source in (("kv_out", kv_out, kv_latent), ("k_pe_out", k_pe_out, k_pe)):
         if written is not None:
             checks.disjoint(name, written, name.removesuffix("_out"), source)
+    on_kernels = use_kernels(q_latent)
+    if k_pe.dim() == 3 and not on_kernels:  # the kernel walks rows either way, and a view of them costs host time
+        k_pe = k_pe.squeeze(1)
+        k_pe_out = None if k_pe_out is None else k_pe_out.squeeze(1)
     arguments = (
         q_latent,
         kv_latent,
@@ -368,7 +438,7 @@ def _norm_rope_insert_impl(
         "rope_output": rope_output,
         "index_pairing": index_pairing,
     }
-    if not use_kernels(q_latent):
+    if not on_kernels:
         reference.norm_rope_insert(*arguments, **options)
         return
     from ..kernels import dsa as kernels

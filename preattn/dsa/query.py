@@ -94,6 +94,83 @@ def query(
         ValueError: a shape, stride, alignment, device or combination that does not fit.
         RuntimeError: the launch is not compiled and the stream is under graph capture (see ``warmup``).
     """
+    padded, dtype = _check(
+        q_pe,
+        latent,
+        positions,
+        rope_table,
+        form,
+        padded_heads,
+        query_scale,
+        rope_output,
+        index_query,
+        index_weights,
+        index_pairing,
+        index_rope_table,
+        softmax_scale,
+        head_scale,
+        out,
+    )
+    tokens, heads, rope_dim = q_pe.shape
+    out_pe: Tensor | None = None
+    moved = latent
+    if form == "packed":
+        if out is None:
+            out = q_pe.new_empty((tokens, padded, LATENT_DIM + rope_dim), dtype=dtype)
+    else:
+        out_pe = q_pe.new_empty((tokens, heads, rope_dim), dtype=dtype)
+        if latent is None or latent.dtype == dtype:
+            moved = None
+        else:
+            out = q_pe.new_empty((tokens, heads, LATENT_DIM), dtype=dtype)
+    index_out = weights_out = None
+    if index_query is not None:
+        index_out = q_pe.new_empty(index_query.shape, dtype=torch.float8_e4m3fn)
+        weights_out = q_pe.new_empty(index_query.shape[:2], dtype=torch.float32)
+        index_rope_table = rope_table if index_rope_table is None else index_rope_table
+    _query(
+        q_pe,
+        moved,
+        positions,
+        rope_table,
+        index_query,
+        index_weights,
+        index_rope_table,
+        query_scale,
+        out,
+        out_pe,
+        index_out,
+        weights_out,
+        rope_output,
+        index_pairing or "half_split",
+        softmax_scale,
+        head_scale,
+    )
+    return Query(latent if out is None else out, out_pe, index_out, weights_out)
+
+
+# -- checks -------------------------------------------------------------------------------------------------
+
+
+@checks.remembered
+def _check(
+    q_pe: Tensor,
+    latent: Tensor | None,
+    positions: Tensor,
+    rope_table: Tensor | None,
+    form: QueryForm,
+    padded_heads: int | None,
+    query_scale: Tensor | None,
+    rope_output: Pairing,
+    index_query: Tensor | None,
+    index_weights: Tensor | None,
+    index_pairing: Pairing | None,
+    index_rope_table: Tensor | None,
+    softmax_scale: float,
+    head_scale: float,
+    out: Tensor | None,
+) -> tuple[int, torch.dtype]:
+    """Heads of the packed result, and the dtype of the main query."""
     checks.tensor("q_pe", q_pe, (torch.bfloat16,), (None, None, None))
     tokens, heads, rope_dim = q_pe.shape
     device = q_pe.device
@@ -111,57 +188,21 @@ def query(
         dtypes = (torch.bfloat16,) if query_scale is None else (torch.bfloat16, dtype)
         checks.tensor("latent", latent, dtypes, (tokens, heads, LATENT_DIM), device)
         checks.rows("latent", latent)
-    index_table = _check_index_query(
-        index_query, index_weights, index_pairing, index_rope_table, rope_table, tokens, device
-    )
-
-    out_pe: Tensor | None = None
-    moved = latent
+    _check_index_query(index_query, index_weights, index_pairing, index_rope_table, rope_table, tokens, device)
+    padded = heads
     if form == "packed":
         padded = _check_padded(padded_heads, heads)
         if out is None:
             if latent is None:
                 raise ValueError("latent: expected a tensor, or out with the latent in its front; got None for both")
-            out = q_pe.new_empty((tokens, padded, LATENT_DIM + rope_dim), dtype=dtype)
         else:
             checks.tensor("out", out, (dtype,), (tokens, padded, LATENT_DIM + rope_dim), device)
             checks.rows("out", out, inner=2)
             checks.apart("out", out)
-    else:
-        if padded_heads is not None or out is not None:
-            name = "out" if padded_heads is None else "padded_heads"
-            raise ValueError(f"{name}: expected None for the pair; got a value")
-        out_pe = q_pe.new_empty((tokens, heads, rope_dim), dtype=dtype)
-        if latent is None or latent.dtype == dtype:
-            moved = None
-        else:
-            out = q_pe.new_empty((tokens, heads, LATENT_DIM), dtype=dtype)
-    index_out = weights_out = None
-    if index_query is not None:
-        index_out = q_pe.new_empty(index_query.shape, dtype=torch.float8_e4m3fn)
-        weights_out = q_pe.new_empty(index_query.shape[:2], dtype=torch.float32)
-    _query(
-        q_pe,
-        moved,
-        positions,
-        rope_table,
-        index_query,
-        index_weights,
-        index_table,
-        query_scale,
-        out,
-        out_pe,
-        index_out,
-        weights_out,
-        rope_output,
-        index_pairing or "half_split",
-        softmax_scale,
-        head_scale,
-    )
-    return Query(latent if out is None else out, out_pe, index_out, weights_out)
-
-
-# -- checks -------------------------------------------------------------------------------------------------
+    elif padded_heads is not None or out is not None:
+        name = "out" if padded_heads is None else "padded_heads"
+        raise ValueError(f"{name}: expected None for the pair; got a value")
+    return padded, dtype
 
 
 def _check_padded(padded_heads: object, heads: int) -> int:
@@ -182,14 +223,14 @@ def _check_index_query(
     rope_table: Tensor | None,
     tokens: int,
     device: torch.device,
-) -> Tensor | None:
-    """Check the indexer's half and give its table."""
+) -> None:
+    """Check the indexer's half."""
     if index_query is None:
         given = (("index_weights", index_weights), ("index_rope_table", index_rope_table), ("index_pairing", pairing))
         for name, value in given:
             if value is not None:
                 raise ValueError(f"{name}: expected None without index_query; got a {type(value).__name__}")
-        return None
+        return
     checks.tensor("index_query", index_query, (torch.bfloat16,), (tokens, None, INDEX_DIM), device)
     assert isinstance(index_query, Tensor)
     heads = index_query.shape[1]
@@ -200,7 +241,7 @@ def _check_index_query(
     assert isinstance(index_weights, Tensor)
     if heads > 1 and index_weights.stride(1) != 1:
         raise ValueError(f"index_weights: expected the last dim contiguous; got strides {index_weights.stride()}")
-    return check_index_rope(pairing, index_rope_table, rope_table, device)
+    check_index_rope(pairing, index_rope_table, rope_table, device)
 
 
 # -- registered op ------------------------------------------------------------------------------------------
@@ -224,16 +265,16 @@ def _query_impl(
     softmax_scale: float,
     head_scale: float,
 ) -> None:
-    for name, tensor in (
-        ("q_pe", q_pe),
-        ("latent", latent),
-        ("rope_table", rope_table),
-        ("index_query", index_query),
-        ("index_rope_table", index_rope_table),
-        ("out", out),
-    ):
-        if tensor is not None:
-            checks.aligned(name, tensor)
+    checks.all_aligned(
+        (
+            ("q_pe", q_pe),
+            ("latent", latent),
+            ("rope_table", rope_table),
+            ("index_query", index_query),
+            ("index_rope_table", index_rope_table),
+            ("out", out),
+        )
+    )
     if out is not None:
         checks.disjoint("out", out, "q_pe", q_pe)
         if latent is not None and _in_place(latent, out):

@@ -3,20 +3,21 @@
 A :class:`Kernel` keeps the compiled variants of one Triton function, keyed by device, tensor dtypes and
 constants and by nothing that changes from step to step: once a variant is compiled no call compiles it
 again, whatever its token count, strides or pointers are. Launching a kept variant also costs less host
-time than Triton's own dispatch, which derives a key from every argument of every call.
+time than Triton's own dispatch, which derives a key from every argument of every call: the launcher that
+Triton's dispatch ends in is called straight away, with addresses where it would ask tensors and the driver.
 
 On CPU tensors the functions run in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.driver import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import held
@@ -54,6 +55,11 @@ class Tile(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The matrix's."""
         return self.matrix.dtype
+
+    @property
+    def kind(self) -> tuple[torch.dtype, tuple[int, int]]:
+        """What of it selects a variant."""
+        return self.matrix.dtype, self.block
 
     def descriptor(self) -> TensorDescriptor:
         """What Triton takes."""
@@ -101,7 +107,7 @@ class Kernel:
                     "options first"
                 )
             else:
-                with _on(index):
+                with torch.cuda.device(index):
                     pointers = [_placeholder(dtype) for dtype in dtypes]
                     variant = self.function.warmup(
                         *pointers, *scalars, *constants, grid=(1,), num_warps=num_warps, **OPTIONS
@@ -122,7 +128,12 @@ class Launch(NamedTuple):
     num_warps: int
 
     def _variant(self, device: torch.device) -> Any:
-        dtypes = tuple([_kind(tensor) for tensor in self.tensors])
+        dtypes = tuple(
+            [
+                None if tensor is None else tensor.kind if type(tensor) is Tile else tensor.dtype
+                for tensor in self.tensors
+            ]
+        )
         key = (device.index, self.num_warps, self.constants, dtypes)
         variant = self.kernel.variants.get(key)
         return self.kernel.compile(key, self.scalars) if variant is None else variant
@@ -142,19 +153,45 @@ class Launch(NamedTuple):
         if self.grid == 0 or held(self):
             return
         variant = self._variant(device)
-        tensors = [tensor.descriptor() if type(tensor) is Tile else tensor for tensor in self.tensors]
         if INTERPRETED:
+            tensors = [tensor.descriptor() if type(tensor) is Tile else tensor for tensor in self.tensors]
             variant[(self.grid,)](*tensors, *self.scalars, *self.constants)
-            return
-        with _on(device.index):
-            variant[(self.grid, 1, 1)](*tensors, *self.scalars, *self.constants)
+        elif torch.cuda.current_device() == device.index:
+            self._start(variant, device.index)
+        else:
+            with torch.cuda.device(device.index):
+                self._start(variant, device.index)
 
+    def _start(self, variant: Any, index: int) -> None:
+        """Launch a compiled variant on the current stream of the current device, as Triton's ``JITFunction.run`` does.
 
-def _kind(tensor: Tensor | Tile | None) -> Any:
-    """What of an argument selects a variant."""
-    if tensor is None:
-        return None
-    return (tensor.dtype, tensor.block) if type(tensor) is Tile else tensor.dtype
+        A pointer is passed as a number: of a tensor Triton would ask for it and then look it up in the driver. Hooks
+        (profilers set them) are told of the launch where there are any.
+        """
+        pointers = [
+            None if tensor is None else tensor.descriptor() if type(tensor) is Tile else tensor.data_ptr()
+            for tensor in self.tensors
+        ]
+        arguments = (*pointers, *self.scalars, *self.constants)
+        stream = driver.active.get_current_stream(index)
+        hooks = triton.knobs.runtime
+        enter, leave, metadata = hooks.launch_enter_hook, hooks.launch_exit_hook, None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            metadata = variant.launch_metadata((self.grid, 1, 1), stream, *arguments)
+        else:
+            enter = leave = None
+        variant.run(
+            self.grid,
+            1,
+            1,
+            stream,
+            variant.function,
+            variant.packed_metadata,
+            metadata,
+            enter,
+            leave,
+            *arguments,
+        )
 
 
 def _placeholder(kind: Any) -> Any:
@@ -162,14 +199,6 @@ def _placeholder(kind: Any) -> Any:
     if kind is None:
         return None
     return Tile.pointer(*kind) if isinstance(kind, tuple) else Pointer(kind)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def _on(index: int) -> contextlib.AbstractContextManager[Any]:
-    """Make a device current, at no cost where it already is."""
-    return _NOTHING if torch.cuda.current_device() == index else torch.cuda.device(index)
 
 
 def compilations() -> int:

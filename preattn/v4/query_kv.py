@@ -72,25 +72,25 @@ def query_kv_insert(
         ValueError: a shape, stride, alignment, device or combination that does not fit.
         RuntimeError: the launch is not compiled and the stream is under graph capture (see ``warmup``).
     """
-    checks.tensor("query", query, ACTIVATIONS, (None, None, HEAD_DIM))
-    tokens, heads, _ = query.shape
-    _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, tokens, query.device)
-    if kv.dtype != query.dtype:
-        raise TypeError(f"kv: expected the query's dtype {query.dtype}; got {kv.dtype}")
-    _check_query(query, padded_heads, layout, query_scale_inv)
-    checks.flag("query_rope", query_rope)
-    if query_norm_eps is not None:
-        checks.number("query_norm_eps", query_norm_eps, least=0)
-    if layout == "chunk_interleaved" and (query_rope or query_norm_eps is not None or query_scale_inv is not None):
-        raise ValueError(
-            "layout: expected head_major with query_rope, query_norm_eps or query_scale_inv; got chunk_interleaved, "
-            "whose attention kernel norms and rotates the query itself"
-        )
-    dtype = query.dtype if query_scale_inv is None else torch.float8_e4m3fn
-    if form not in policy.FORMS:
-        raise ValueError(f"form: expected one of {', '.join(policy.FORMS)}; got {form!r}")
-    padded = 0 if form == "kv_only" else heads if padded_heads is None else padded_heads
-    out = _output(query, padded, dtype, out)
+    padded, dtype = _check_query_kv(
+        query,
+        kv,
+        cache,
+        slots,
+        positions,
+        rope_table,
+        record,
+        query_rope,
+        query_norm_eps,
+        padded_heads,
+        layout,
+        query_scale_inv,
+        kv_scale,
+        out,
+        form,
+    )
+    if out is None:
+        out = query.new_empty((query.shape[0], padded, HEAD_DIM), dtype=dtype)
     if padded == 0:
         _kv_insert(kv, cache, slots, positions, rope_table, record, kv_scale, None, 0.0)
     else:
@@ -135,12 +135,7 @@ def kv_insert(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`query_kv_insert`.
     """
-    checks.tensor("kv", kv, ACTIVATIONS, (None, HEAD_DIM))
-    _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, kv.shape[0], kv.device)
-    checks.number("norm_eps", norm_eps, least=0)
-    if norm_weight is not None:
-        checks.tensor("norm_weight", norm_weight, (*ACTIVATIONS, torch.float32), (HEAD_DIM,), kv.device)
-        checks.contiguous("norm_weight", norm_weight)
+    _check_kv_insert(kv, cache, slots, positions, rope_table, record, kv_scale, norm_weight, norm_eps)
     _kv_insert(kv, cache, slots, positions, rope_table, record, kv_scale, norm_weight, norm_eps)
 
 
@@ -149,16 +144,86 @@ def pad_query(query: Tensor, padded_heads: int, *, layout: Layout = "head_major"
 
     Any H <= P; arguments, result and errors as in :func:`query_kv_insert`. ``out`` may not overlap ``query``.
     """
-    checks.tensor("query", query, ACTIVATIONS, (None, None, HEAD_DIM))
-    _check_query(query, padded_heads, layout, None)
-    if padded_heads == 0:
-        raise ValueError(f"padded_heads: expected at least the {query.shape[1]} heads of query; got 0")
-    out = _output(query, padded_heads, query.dtype, out)
+    _check_pad_query(query, padded_heads, layout, out)
+    if out is None:
+        out = query.new_empty((query.shape[0], padded_heads, HEAD_DIM))
     _pad_query(query, out, layout == "chunk_interleaved")
     return out
 
 
-# -- checks and allocation ----------------------------------------------------------------------------------
+# -- checks -------------------------------------------------------------------------------------------------
+
+
+@checks.remembered
+def _check_query_kv(
+    query: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    record: str,
+    query_rope: bool,
+    query_norm_eps: float | None,
+    padded_heads: int | None,
+    layout: Layout,
+    query_scale_inv: Tensor | None,
+    kv_scale: Tensor | None,
+    out: Tensor | None,
+    form: str,
+) -> tuple[int, torch.dtype]:
+    """Heads and dtype of the result."""
+    checks.tensor("query", query, ACTIVATIONS, (None, None, HEAD_DIM))
+    tokens, heads, _ = query.shape
+    _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, tokens, query.device)
+    if kv.dtype != query.dtype:
+        raise TypeError(f"kv: expected the query's dtype {query.dtype}; got {kv.dtype}")
+    _check_query(query, padded_heads, layout, query_scale_inv)
+    checks.flag("query_rope", query_rope)
+    if query_norm_eps is not None:
+        checks.number("query_norm_eps", query_norm_eps, least=0)
+    if layout == "chunk_interleaved" and (query_rope or query_norm_eps is not None or query_scale_inv is not None):
+        raise ValueError(
+            "layout: expected head_major with query_rope, query_norm_eps or query_scale_inv; got chunk_interleaved, "
+            "whose attention kernel norms and rotates the query itself"
+        )
+    dtype = query.dtype if query_scale_inv is None else torch.float8_e4m3fn
+    if form not in policy.FORMS:
+        raise ValueError(f"form: expected one of {', '.join(policy.FORMS)}; got {form!r}")
+    padded = 0 if form == "kv_only" else heads if padded_heads is None else padded_heads
+    if out is not None:
+        _check_out(out, query, padded, dtype)
+    return padded, dtype
+
+
+@checks.remembered
+def _check_kv_insert(
+    kv: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    record: str,
+    kv_scale: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> None:
+    checks.tensor("kv", kv, ACTIVATIONS, (None, HEAD_DIM))
+    _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, kv.shape[0], kv.device)
+    checks.number("norm_eps", norm_eps, least=0)
+    if norm_weight is not None:
+        checks.tensor("norm_weight", norm_weight, (*ACTIVATIONS, torch.float32), (HEAD_DIM,), kv.device)
+        checks.contiguous("norm_weight", norm_weight)
+
+
+@checks.remembered
+def _check_pad_query(query: Tensor, padded_heads: int, layout: Layout, out: Tensor | None) -> None:
+    checks.tensor("query", query, ACTIVATIONS, (None, None, HEAD_DIM))
+    _check_query(query, padded_heads, layout, None)
+    if padded_heads == 0:
+        raise ValueError(f"padded_heads: expected at least the {query.shape[1]} heads of query; got 0")
+    if out is not None:
+        _check_out(out, query, padded_heads, query.dtype)
 
 
 def _check_kv(
@@ -197,13 +262,10 @@ def _check_query(query: Tensor, padded_heads: int | None, layout: Layout, scale_
         checks.scale("query_scale_inv", scale_inv, query.device)
 
 
-def _output(query: Tensor, padded: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    if out is None:
-        return query.new_empty((query.shape[0], padded, HEAD_DIM), dtype=dtype)
+def _check_out(out: Tensor, query: Tensor, padded: int, dtype: torch.dtype) -> None:
     checks.tensor("out", out, (dtype,), (query.shape[0], padded, HEAD_DIM), query.device)
     checks.rows("out", out, inner=2)
     checks.apart("out", out)
-    return out
 
 
 def _record(name: str) -> Record:
@@ -226,10 +288,7 @@ def _kv_insert_impl(
     norm_weight: Tensor | None,
     norm_eps: float,
 ) -> None:
-    checks.aligned("kv", kv)
-    checks.aligned("cache", cache)
-    if norm_weight is not None:
-        checks.aligned("norm_weight", norm_weight)
+    checks.all_aligned((("kv", kv), ("cache", cache), ("norm_weight", norm_weight)))
     arguments: dict[str, Any] = {
         "record": RECORDS[record],
         "kv_scale": kv_scale,
@@ -246,8 +305,7 @@ def _kv_insert_impl(
 
 
 def _pad_query_impl(query: Tensor, out: Tensor, interleaved: bool) -> None:
-    checks.aligned("query", query)
-    checks.aligned("out", out)
+    checks.all_aligned((("query", query), ("out", out)))
     checks.disjoint("out", out, "query", query)
     if not use_kernels(query):
         reference.pad_query(query, out, interleaved=interleaved)
@@ -275,8 +333,7 @@ def _query_kv_insert_impl(
     kv_scale: Tensor | None,
     two_launches: bool,
 ) -> None:
-    for name, tensor in (("query", query), ("kv", kv), ("cache", cache), ("out", out)):
-        checks.aligned(name, tensor)
+    checks.all_aligned((("query", query), ("kv", kv), ("cache", cache), ("out", out)))
     checks.disjoint("out", out, "kv", kv)
     checks.disjoint("cache", cache, "kv", kv)
     in_place = _in_place(query, out, interleaved)

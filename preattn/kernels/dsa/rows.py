@@ -144,4 +144,4 @@ def index_quantise(x0, x1, x2, x3):
 
 def units(tensor: Tensor | None, dim: int = 0) -> int:
     """A stride in units of 16 bytes."""
-    return 0 if tensor is None else tensor.stride(dim) * tensor.element_size() // 16
+    return 0 if tensor is None else tensor.stride()[dim] * tensor.element_size() // 16

@@ -206,8 +206,9 @@ def programs(items: int, tile: int) -> int:
 
 def cache_scalars(kv: Tensor, cache: Tensor) -> tuple[int, int, int]:
     """stride_kv, stride_block, capacity."""
-    stride_block = cache.stride(0) * cache.element_size() // 16
-    return kv.stride(0) // 8, stride_block, cache.shape[0] * cache.shape[1]
+    blocks, block_size, _ = cache.shape
+    stride_block = cache.stride()[0] * cache.element_size() // 16
+    return kv.stride()[0] // 8, stride_block, blocks * block_size
 
 
 def launch_kv(

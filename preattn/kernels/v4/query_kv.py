@@ -310,6 +310,7 @@ def launch_query_kv(
 ) -> Launch:
     """Both halves in one launch."""
     tokens, heads, _ = query.shape
+    stride_query, stride_head, _ = query.stride()
     padded, stored = out.shape[1], slots.shape[0]
     kv_programs = programs(stored, config.tokens) if cache.numel() else 0
     rows = tokens * (32 if interleaved else heads if in_place else padded)
@@ -324,9 +325,9 @@ def launch_query_kv(
             tokens,
             stored,
             kv_programs,
-            query.stride(0) // 8,
-            query.stride(1) // 8,
-            out.stride(0) // out_unit,
+            stride_query // 8,
+            stride_head // 8,
+            out.stride()[0] // out_unit,
             *cache_scalars(kv, cache),
             0.0 if norm_eps is None else norm_eps,
         ),
