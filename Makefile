@@ -3,7 +3,7 @@
 .PHONY: help demo test lint sanitize clean
 
 WORKERS ?= 2
-PACKAGE_NEEDS = numpy triton typer rich
+PACKAGE_NEEDS = msgspec numpy triton typer rich
 TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors transformers
 
 help:

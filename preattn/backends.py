@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from . import checks
 from .geometry import Family, Geometry
 
 QueryForm = Literal["packed", "pair", "head_major", "chunk_interleaved"]
@@ -108,6 +109,7 @@ def backend(name: str) -> Backend:
     Raises:
         ValueError: unknown name; the message lists the known ones.
     """
+    checks.instance("backend", name, str)
     found = BACKENDS.get(name.lower())
     if found is None:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {name!r}")
@@ -134,6 +136,7 @@ def negotiate(
     Raises:
         ValueError: the two do not fit. The message names both and what would work.
     """
+    checks.instance("geometry", geometry, Geometry)
     taker = backend(name)
 
     def refuse(what: str, expected: str, got: object, *, instead: str = "") -> ValueError:

@@ -171,6 +171,20 @@ def number(name: str, value: object, *, least: float | None = None) -> None:
         raise ValueError(f"{name}: expected a finite number{bound}; got {value}")
 
 
+def integer(name: str, value: object, *, least: int | None = None) -> None:
+    """Check an int of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: expected at least {least}; got {value}")
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """Check an instance of a class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}; got {type(value).__name__}")
+
+
 def flag(name: str, value: object) -> None:
     """Check a bool."""
     if not isinstance(value, bool):

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import checks
+
 if sys.byteorder != "little":  # records are little-endian, and so is every GPU host we know of
     raise ImportError("preattn stores little-endian records and does not support a big-endian host")
 
@@ -197,7 +199,6 @@ RECORD_NAMES = (*RECORDS, "bf16", "fp8")
 CACHE_DTYPES = (torch.uint8, torch.bfloat16, torch.float8_e4m3fn)
 
 
-@lru_cache
 def record(name: str, dim: int = 512) -> Record:
     """Look a record up.
 
@@ -207,14 +208,21 @@ def record(name: str, dim: int = 512) -> Record:
             ``fp8`` record holds codes of ``value / scale``; its per-tensor scale lives outside the cache.
 
     Raises:
+        TypeError: a ``dim`` that is not an int.
         ValueError: unknown name, or a ``dim`` that is not a positive multiple of 16.
     """
+    if not isinstance(name, str) or name not in RECORD_NAMES:
+        raise ValueError(f"record: expected one of {', '.join(RECORD_NAMES)}; got {name!r}")
+    checks.integer("dim", dim)
     if name in RECORDS:
         return RECORDS[name]
-    if name not in RECORD_NAMES:
-        raise ValueError(f"record: expected one of {', '.join(RECORD_NAMES)}; got {name!r}")
     if dim <= 0 or dim % 16:
         raise ValueError(f"dim: expected a positive multiple of 16 for a {name} record; got {dim}")
+    return _rows(name, dim)
+
+
+@lru_cache
+def _rows(name: str, dim: int) -> Record:
     if name == "bf16":
         return Record(name, 2 * dim, (Part(dim, "bf16", 0),), dtype=torch.bfloat16)
     return Record(name, dim, (Part(dim, "e4m3", 0),), dtype=torch.float8_e4m3fn)
@@ -295,6 +303,13 @@ def block_scale(blocks: Tensor, scale: Scale, largest: float) -> Tensor:
 # -- encode and decode -----------------------------------------------------------------------------------
 
 
+def _check_rows(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check a tensor of some dtype that has a last dim."""
+    checks.instance(name, value, Tensor)
+    assert isinstance(value, Tensor)
+    checks.tensor(name, value, dtypes, (None,) * max(1, value.dim()))
+
+
 def _scale_index(scale: Scale, count: int) -> Tensor:
     return torch.tensor(scale.order) if scale.order else torch.arange(count)
 
@@ -313,8 +328,11 @@ def encode(record: Record, values: Tensor) -> Tensor:
     Non-finite values: see ``docs/formats.md``, "NaN and Inf".
 
     Raises:
+        TypeError: not a record, or not a tensor of float32 or bf16.
         ValueError: last dim is not ``record.dim``.
     """
+    checks.instance("record", record, Record)
+    _check_rows("values", values, (torch.float32, torch.bfloat16))
     if values.shape[-1] != record.dim:
         raise ValueError(f"values: expected last dim {record.dim} for {record.name}; got {tuple(values.shape)}")
     out = torch.zeros(*values.shape[:-1], record.bytes, dtype=torch.uint8)
@@ -392,8 +410,11 @@ def decode(record: Record, data: Tensor) -> Tensor:
     """Decode on the CPU: [..., record.bytes] uint8 in record order -> [..., record.dim] float32.
 
     Raises:
+        TypeError: not a record, or not a tensor of uint8.
         ValueError: last dim is not ``record.bytes``.
     """
+    checks.instance("record", record, Record)
+    _check_rows("data", data, (torch.uint8,))
     if data.shape[-1] != record.bytes:
         raise ValueError(f"data: expected last dim {record.bytes} for {record.name}; got {tuple(data.shape)}")
     values = []
@@ -437,15 +458,19 @@ def cache_view(
         :meth:`Record.address`, or use :func:`load` and :func:`store`.
 
     Raises:
-        TypeError: ``pool`` is not a tensor.
+        TypeError: ``pool`` is not a tensor, ``record`` not a record, or a size not an int.
         ValueError: a page does not fit its stride or the pool, or a size is not a multiple of 16 bytes.
     """
     if not isinstance(pool, Tensor):
         raise TypeError(f"pool: expected a torch.Tensor; got {type(pool).__name__}")
     if not pool.is_contiguous():
         raise ValueError("pool: expected a contiguous tensor; got strides " + str(pool.stride()))
-    if block_size < 1:
-        raise ValueError(f"block_size: expected at least 1; got {block_size}")
+    checks.instance("record", record, Record)
+    checks.integer("block_size", block_size, least=1)
+    checks.integer("offset", offset)
+    for name, size in (("num_blocks", num_blocks), ("block_stride", block_stride)):
+        if size is not None:
+            checks.integer(name, size)
     page = record.page_bytes(block_size)
     stride = page if block_stride is None else block_stride
     flat = pool.flatten().view(torch.uint8)
@@ -457,6 +482,8 @@ def cache_view(
         raise ValueError(f"block_stride: expected a multiple of {ALIGNMENT} bytes; got {stride}")
     if offset < 0 or (pool.data_ptr() + offset) % ALIGNMENT:
         raise ValueError(f"offset: expected page 0 at a multiple of {ALIGNMENT} bytes in memory; got {offset}")
+    if offset > flat.numel():
+        raise ValueError(f"offset: expected page 0 within a pool of {flat.numel()} bytes; got {offset}")
     fits = max(0, (flat.numel() - offset - page) // stride + 1) if flat.numel() - offset >= page else 0
     blocks = fits if num_blocks is None else num_blocks
     if blocks > fits or blocks < 0:
@@ -473,6 +500,8 @@ def check_cache(name: str, cache: Tensor, record: Record) -> None:
         TypeError: dtype is neither the record's nor uint8.
         ValueError: rank, width, inner strides or alignment do not fit.
     """
+    checks.instance(name, cache, Tensor)
+    checks.instance("record", record, Record)
     if cache.dtype not in (record.dtype, torch.uint8):
         raise TypeError(f"{name}: expected {record.dtype} or torch.uint8 for {record.name} records; got {cache.dtype}")
     itemsize = cache.dtype.itemsize
@@ -512,7 +541,13 @@ def store(cache: Tensor, record: Record, slots: Tensor, data: Tensor) -> None:
         cache: as :func:`cache_view` makes it; written in place.
         slots: [N] integer; rows whose slot lies outside the cache are skipped.
         data: [N, record.bytes] uint8.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape that does not fit.
     """
+    check_cache("cache", cache, record)
+    checks.tensor("slots", slots, checks.INDEX_DTYPES, (None,))
+    checks.tensor("data", data, (torch.uint8,), (slots.shape[0], record.bytes))
     pages, block_size = _pages(cache), cache.shape[1]
     slot = slots.long()
     for row in ((slot >= 0) & (slot < cache.shape[0] * block_size)).nonzero().flatten().tolist():
@@ -521,7 +556,17 @@ def store(cache: Tensor, record: Record, slots: Tensor, data: Tensor) -> None:
 
 
 def load(cache: Tensor, record: Record, slots: Tensor) -> Tensor:
-    """Read encoded records: [N] slots inside the cache -> [N, record.bytes] uint8."""
+    """Read encoded records: [N] slots inside the cache -> [N, record.bytes] uint8.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape that does not fit, or a slot outside the cache.
+    """
+    check_cache("cache", cache, record)
+    checks.tensor("slots", slots, checks.INDEX_DTYPES, (None,))
+    outside = (slots < 0) | (slots >= cache.shape[0] * cache.shape[1])
+    if outside.any():
+        last, first = cache.shape[0] * cache.shape[1] - 1, int(slots[outside][0])
+        raise ValueError(f"slots: expected 0 to {last}; got {first}")
     pages, block_size = _pages(cache), cache.shape[1]
     slot = slots.long()
     block = slot.div(block_size, rounding_mode="floor")

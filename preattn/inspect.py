@@ -178,6 +178,8 @@ def _read_npy(path: Path, key: str | None) -> np.ndarray[Any, Any]:
 def _read_npz(path: Path, key: str | None) -> np.ndarray[Any, Any]:
     with zipfile.ZipFile(path) as archive:
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        if len(members) < len(archive.infolist()):
+            raise ValueError("expected arrays of different names; got a name twice")
         return read_array(archive, members[_choose(key, list(members))])
 
 

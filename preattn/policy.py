@@ -6,7 +6,6 @@ without a file gets the defaults, and its plans say that they are not measured.
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -16,8 +15,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from importlib import resources
-from typing import Any, Literal
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
+
+from . import checks, files
 from .backends import Agreement, negotiate
 from .formats import Record
 from .formats import record as find_record
@@ -126,9 +130,40 @@ def device(name: str) -> Device:
     path = resources.files(__package__).joinpath("configs", slug(name) + ".json")
     if not path.is_file():
         return Device(name)
-    data: dict[str, Any] = json.loads(path.read_text())
-    launch = {kernel: LaunchConfig(**shape) for kernel, shape in data["launch"].items()}
-    return Device(name, measured=True, copy_gbps=data["copy_gbps"], launch=launch)
+    return replace(read_device(path), name=name)
+
+
+class _Launch(files.Schema, frozen=True):
+    """A :class:`LaunchConfig` in a file, within what any GPU can run."""
+
+    rows: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    num_warps: Annotated[int, msgspec.Meta(ge=1, le=32)]
+    num_stages: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "num_warps"):
+            if (value := getattr(self, name)) & (value - 1):
+                raise ValueError(f"{name}: expected a power of two; got {value}")
+
+
+class _Measurements(files.Schema, frozen=True):
+    """A file of measurements."""
+
+    name: str
+    copy_gbps: files.Positive | None
+    launch: dict[str, _Launch]
+
+
+def read_device(path: Path | Traversable) -> Device:
+    """Read what tuning wrote (:func:`preattn.tuning.save`).
+
+    Raises:
+        ValueError: the file cannot be read or is not in the schema; the message names it and the place.
+    """
+    found = files.read(path, _Measurements, most=1 << 20)
+    launch = {path: LaunchConfig(**msgspec.structs.asdict(config)) for path, config in found.launch.items()}
+    return Device(found.name, measured=True, copy_gbps=found.copy_gbps, launch=launch)
 
 
 @lru_cache
@@ -338,8 +373,10 @@ def choose(
     Raises:
         ValueError: model, backend and record do not fit, or ``tokens`` is negative.
     """
-    if tokens < 0:
-        raise ValueError(f"tokens: expected at least 0; got {tokens}")
+    checks.integer("tokens", tokens, least=0)
+    checks.instance("geometry", geometry, Geometry)
+    checks.instance("device_name", device_name, str)
+    checks.flag("captured", captured)
     agreed = negotiate(geometry, backend or usual_backend(geometry), record=record)
     found = device(device_name)
     if geometry.family == "v4":

@@ -7,6 +7,7 @@ inputs too, is compared before and after, and the good call is made next.
 
 from __future__ import annotations
 
+import importlib
 import inspect as python
 import re
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from preattn import dsa, v4
+from preattn import dsa, formats, v4
 from preattn.cases.base import Call, Case, as_bytes
 from preattn.cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
 from preattn.cases.v4 import KvCase, PadCase, V4Case
 from preattn.dispatch import Backend, backend
+from preattn.geometry import geometry
 
 TOKENS = 4
 
@@ -546,3 +548,145 @@ def test_arguments_that_do_not_fit_each_other(
         call.function(**{**call.arguments, **changed})
     assert unchanged(before, call)
     the_next_call_works(case, device)
+
+
+# -- what is public besides ops ------------------------------------------------------------------------------------
+
+MX = formats.record("v41_mxfp8")
+V41 = geometry("deepseek-v4.1-flash").shard(2)
+
+
+def pool() -> Tensor:
+    return torch.full((8 * 528,), 0xA5, dtype=torch.uint8)
+
+
+def view(**changes: Any) -> Tensor:
+    return formats.cache_view(**{"pool": pool(), "record": MX, "block_size": 4, **changes})
+
+
+def rows_of(
+    function: str, good: dict[str, Any], bad: dict[str, tuple[tuple[object, type[Exception]], ...]]
+) -> list[Any]:
+    return [(function, good, name, value, error) for name, values in bad.items() for value, error in values]
+
+
+NOT_INTEGERS = (("4", TypeError), (4.5, TypeError), (True, TypeError))
+NOT_WORDS = ((3, TypeError), ([], TypeError))
+DATA = torch.zeros(2, 528, dtype=torch.uint8)
+INDICES = ((torch.zeros(2), TypeError), ([0, 1], TypeError), (torch.zeros(1, 2).long(), ValueError))
+OTHER_CACHES = ((pool(), ValueError), (pool().view(2, 4, 528).float(), TypeError), ("a cache", TypeError))
+
+API = [
+    *rows_of(
+        "formats.record",
+        {"name": "bf16", "dim": 512},
+        {"dim": (*NOT_INTEGERS, (0, ValueError), (-16, ValueError), (20, ValueError))},
+    ),
+    *rows_of(
+        "formats.cache_view",
+        {"pool": pool(), "record": MX, "block_size": 4},
+        {
+            "pool": ((None, TypeError), ([], TypeError), (pool()[::2], ValueError)),
+            "record": (("v41_mxfp8", TypeError), (None, TypeError)),
+            "block_size": (*NOT_INTEGERS, (None, TypeError), (0, ValueError), (-1, ValueError)),
+            "num_blocks": (*NOT_INTEGERS, (-1, ValueError), (3, ValueError)),
+            "block_stride": (*NOT_INTEGERS, (0, ValueError), (2112 - 16, ValueError), (2112 + 8, ValueError)),
+            "offset": (*NOT_INTEGERS, (None, TypeError), (-16, ValueError), (8, ValueError), (1 << 40, ValueError)),
+        },
+    ),
+    *rows_of(
+        "formats.encode",
+        {"record": MX, "values": torch.zeros(2, 512)},
+        {
+            "record": NOT_WORDS,
+            "values": (
+                (None, TypeError),
+                ([0.0], TypeError),
+                (torch.zeros(2, 512).double(), TypeError),
+                (torch.zeros(2, 512).long(), TypeError),
+                (torch.zeros(2, 511), ValueError),
+                (torch.tensor(1.0), ValueError),
+            ),
+        },
+    ),
+    *rows_of(
+        "formats.decode",
+        {"record": MX, "data": DATA},
+        {
+            "record": NOT_WORDS,
+            "data": (
+                (None, TypeError),
+                (DATA.float(), TypeError),
+                (DATA[:, :500], ValueError),
+                (DATA[0, 0], ValueError),
+            ),
+        },
+    ),
+    *rows_of(
+        "formats.store",
+        {"cache": view(), "record": MX, "slots": torch.arange(2), "data": DATA},
+        {
+            "cache": OTHER_CACHES,
+            "slots": INDICES,
+            "data": ((DATA.float(), TypeError), (DATA[:1], ValueError), (DATA[:, :5], ValueError), (None, TypeError)),
+        },
+    ),
+    *rows_of(
+        "formats.load",
+        {"cache": view(), "record": MX, "slots": torch.arange(2)},
+        {
+            "cache": OTHER_CACHES,
+            "slots": (*INDICES, (torch.tensor([0, 8]), ValueError), (torch.tensor([-1]), ValueError)),
+        },
+    ),
+    *rows_of(
+        "backends.negotiate",
+        {"geometry": V41, "name": "flashmla-mega"},
+        {
+            "geometry": ((None, TypeError), ("deepseek-v4.1-flash", TypeError)),
+            "form": (("packed", ValueError), ("nonsense", ValueError)),
+            "record": (("bf16", ValueError), ("nonsense", ValueError)),
+            "query_dtype": (("e4m3", ValueError), ("nonsense", ValueError)),
+        },
+    ),
+    *rows_of(
+        "policy.choose",
+        {"geometry": V41, "tokens": 4},
+        {
+            "geometry": ((None, TypeError),),
+            "tokens": (*NOT_INTEGERS, (-1, ValueError)),
+            "backend": ((3, TypeError), ("nonsense", ValueError), ("flashmla-sparse", ValueError)),
+            "record": (("nonsense", ValueError),),
+            "device_name": NOT_WORDS,
+            "captured": ((1, TypeError),),
+        },
+    ),
+    *rows_of("geometry.geometry", {"name": "glm-5"}, {"name": ((3, TypeError), ("nonsense", ValueError))}),
+    *rows_of(
+        "geometry.Rope", {"dim": 64}, {"dim": (*NOT_INTEGERS, (-2, ValueError), (3, ValueError)), "style": WORDS[:2]}
+    ),
+    *rows_of(
+        "geometry.Indexer", {"heads": 4}, {"heads": (*NOT_INTEGERS, (0, ValueError)), "top_k": ((0, ValueError),)}
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "name", "value", "error"), API, ids=[f"{row[0]}-{row[2]}-{i}" for i, row in enumerate(API)]
+)
+def test_a_bad_argument_of_what_is_no_op(
+    function: str, good: dict[str, Any], name: str, value: object, error: type[Exception]
+) -> None:
+    module, _, attribute = function.partition(".")
+    call = getattr(importlib.import_module(f"preattn.{module}"), attribute)
+    memory = {key: tensor.clone() for key, tensor in good.items() if isinstance(tensor, Tensor)}
+    with pytest.raises(error, match=rf"^{name}: .*expected .+; got .+"):
+        call(**{**good, name: value})
+    assert all(torch.equal(good[key], before) for key, before in memory.items()), "something was written"
+    call(**good)
+
+
+@pytest.mark.parametrize(("tp", "error"), [*NOT_INTEGERS, (0, ValueError), (3, ValueError)])
+def test_shards_that_do_not_divide(tp: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^tp: expected .+; got .+"):
+        V41.shard(tp)

@@ -34,7 +34,7 @@ def dumped(record: Record, x: Tensor, slots: list[int], blocks: int = 3) -> tupl
     stride = -(-record.page_bytes(BLOCK_SIZE) // 16) * 16 + STRIDE_PADDING
     pool = torch.full((blocks * stride,), FILL, dtype=torch.uint8)
     cache = formats.cache_view(pool, record, block_size=BLOCK_SIZE, num_blocks=blocks, block_stride=stride)
-    formats.store(cache, record, torch.tensor(slots), formats.encode(record, x))
+    formats.store(cache, record, torch.tensor(slots, dtype=torch.int64), formats.encode(record, x))
     return pool, stride
 
 

@@ -152,9 +152,7 @@ def test_sizes_and_refusals() -> None:
     interleaved = QueryWorkspace(V41.shard(2), "flashmla-mega", 9, device="cpu")
     with pytest.raises(ValueError, match=r"weight: expected shape \[any, 64\]; got \[16384, 32\]"):
         project_query(x, integers(16384, 32, seed=1), interleaved)
-    with pytest.raises(
-        TypeError, match=r"x: expected dtype .* or torch\.float8_e4m3fn; got torch\.float32"
-    ):
+    with pytest.raises(TypeError, match=r"x: expected dtype .* or torch\.float8_e4m3fn; got torch\.float32"):
         project_query(x.float(), integers(16384, 64, seed=1), interleaved)
     fp8 = QueryWorkspace(V32, "flashinfer-sparse-trtllm", 4, device="cpu", record="fp8")
     with pytest.raises(TypeError, match=r"workspace: expected dtype torch\.bfloat16; got torch\.float8_e4m3fn"):

@@ -8,16 +8,14 @@ from one file, the newest that has any of them, so that every ratio is of one ru
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol
 
-from .. import policy
+from .. import files, policy
 from ..geometry import geometry
 
 Clock = Literal["cold", "warm", "host"]
@@ -25,8 +23,7 @@ FILE_BYTES = 64 << 20
 NOTHING = "*Not measured yet.*"
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(files.Schema, frozen=True):
     """Where and with what a run was made; ``vllm`` is the version of the peer, None where there was none."""
 
     device: str
@@ -39,12 +36,11 @@ class Header:
     date: str
     vllm: str | None
     timer: str
-    copy_gbps: float
-    memset_gbps: float
+    copy_gbps: files.Positive
+    memset_gbps: files.Positive
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(files.Schema, frozen=True):
     """One arm of one case: microseconds of a call, and the bytes it has to move, each counted once.
 
     ``padded_heads`` is None where the case does not ask for padding.
@@ -53,16 +49,16 @@ class Row:
     suite: str
     case: str
     arm: str
-    tokens: int
-    heads: int
-    padded_heads: int | None
+    tokens: files.Count
+    heads: files.Count
+    padded_heads: files.Count | None
     record: str
     cache: Clock
-    median_us: float
-    p10_us: float
-    p90_us: float
-    bytes: int
-    share_of_copy: float
+    median_us: files.Positive
+    p10_us: files.Positive
+    p90_us: files.Positive
+    bytes: files.Count
+    share_of_copy: files.Positive
 
 
 @dataclass(frozen=True)
@@ -89,39 +85,9 @@ class Results:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-T = TypeVar("T", Header, Row)
-
-
-def _parse(kind: type[T], data: object, where: str) -> T:
-    """A dataclass from JSON, every field checked."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected an object; got {type(data).__name__}")
-    hints = get_type_hints(kind)
-    if missing := sorted(hints.keys() - data.keys()):
-        raise ValueError(f"{where}: expected {', '.join(missing)}; got {', '.join(sorted(data))}")
-    if unknown := sorted(data.keys() - hints.keys()):
-        raise ValueError(f"{where}: expected no {', '.join(unknown)}")
-    for name, value in data.items():
-        if not _fits(value, hints[name]):
-            raise ValueError(f"{where}: {name}: expected {_said(hints[name])}; got {value!r}")
-    return kind(**data)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    if hint is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value) and value > 0  # type: ignore[operator, arg-type]
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return isinstance(value, hint)
-
-
-def _said(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return " or ".join(get_args(hint))
-    return {float: "a positive number", int: "a whole number", str: "a string"}.get(hint, str(hint))
+class _File(files.Schema, frozen=True):
+    header: Header
+    rows: tuple[Row, ...]
 
 
 def read(path: Path) -> Results:
@@ -130,17 +96,8 @@ def read(path: Path) -> Results:
     Raises:
         ValueError: it is not JSON, or not in the schema of :class:`Header` and :class:`Row`.
     """
-    try:
-        if path.stat().st_size > FILE_BYTES:
-            raise ValueError(f"expected at most {FILE_BYTES} bytes")
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(data, dict) or data.keys() != {"header", "rows"} or not isinstance(data["rows"], list):
-        raise ValueError(f"{path}: expected an object of header and rows")
-    header = _parse(Header, data["header"], f"{path}: header")
-    rows = [_parse(Row, row, f"{path}: rows[{index}]") for index, row in enumerate(data["rows"])]
-    return Results(path, header, tuple(rows))
+    found = files.read(path, _File, most=FILE_BYTES)
+    return Results(path, found.header, found.rows)
 
 
 def read_all(folder: Path) -> dict[str, list[Results]]:

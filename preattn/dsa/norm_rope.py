@@ -400,9 +400,12 @@ def _norm_rope_insert_impl(
     )
     if out.data_ptr() != q_latent.data_ptr() or out.stride() != q_latent.stride():
         checks.disjoint("out", out, "q_latent", q_latent)
-    for name, written, source in (("kv_out", kv_out, kv_latent), ("k_pe_out", k_pe_out, k_pe)):
+    for name, written, read, source in (
+        ("kv_out", kv_out, "kv_latent", kv_latent),
+        ("k_pe_out", k_pe_out, "k_pe", k_pe),
+    ):
         if written is not None:
-            checks.disjoint(name, written, name.removesuffix("_out"), source)
+            checks.disjoint(name, written, read, source)
     on_kernels = use_kernels(q_latent)
     if k_pe.dim() == 3 and not on_kernels:  # the kernel walks rows either way, and a view of them costs host time
         k_pe = k_pe.squeeze(1)

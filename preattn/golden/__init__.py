@@ -11,7 +11,6 @@ file and the key.
 from __future__ import annotations
 
 import hashlib
-import json
 import lzma
 import math
 import zipfile
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..cases.base import Call, as_bytes
 from . import dsa, v4
 from .memory import Recorded
@@ -38,6 +38,8 @@ MEMBERS = 4096
 """Most arrays of a file."""
 MEMBER_BYTES = 256 << 20
 """Most bytes of an array."""
+MANIFEST_BYTES = 1 << 20
+"""Most bytes of a manifest."""
 FILE_BYTES = 1 << 30
 """Most bytes of all arrays of a file, uncompressed."""
 
@@ -216,26 +218,40 @@ class _Named(dict[str, Any]):
         raise ValueError(f"expected {key}; got {', '.join(sorted(self))}")
 
 
+class _Manifest(files.Schema, frozen=True):
+    """``__meta__``: the cases, flat objects whose fields depend on the op; where and from which seed they come."""
+
+    manifest: list[dict[str, str | int | float | bool | None]]
+    source: str = ""
+    seed: str | int = ""
+
+
 def _read_cases(path: Path) -> list[GoldenCase]:
     arrays = _read_arrays(path)
     meta = arrays.pop("__meta__", None)
     if meta is None:
         raise ValueError(f"{path}: expected __meta__, the manifest; got no such array")
-    try:
-        manifest = json.loads(meta.numpy().tobytes())["manifest"]
-        names = [(str(entry["case"]), str(entry["op"])) for entry in manifest]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path}: __meta__: expected JSON with a manifest of cases; got {error!r}") from None
+    if meta.numel() > MANIFEST_BYTES:
+        raise ValueError(f"{path}: __meta__: expected at most {MANIFEST_BYTES} bytes; got {meta.numel()}")
+    manifest = files.parse(meta.numpy().tobytes(), _Manifest, f"{path}: __meta__").manifest
     shared = {key: array for key, array in arrays.items() if key == "rope_table"}
     cases = []
-    for (name, op), entry in zip(names, manifest, strict=True):
+    for index, entry in enumerate(manifest):
+        name, op = (_word(entry, key, f"{path}: __meta__: manifest[{index}]") for key in ("case", "op"))
         own = {key.removeprefix(name + "."): value for key, value in arrays.items() if key.startswith(name + ".")}
         _check_digest(path, name, own.get("q_out"), entry.get("q_out_sha256"))
         cases.append(GoldenCase(name, path.stem, op, path, entry, {**shared, **own}))
     return cases
 
 
-def _check_digest(path: Path, name: str, output: Tensor | None, digest: str | None) -> None:
+def _word(entry: Mapping[str, Any], key: str, where: str) -> str:
+    word = entry.get(key)
+    if not isinstance(word, str):
+        raise ValueError(f"{where}: expected {key}, a string; got {word!r}")
+    return word
+
+
+def _check_digest(path: Path, name: str, output: Tensor | None, digest: object) -> None:
     if output is not None and digest is not None and _sha256(output) != digest:
         raise ValueError(f"{path}: {name}.q_out: expected SHA-256 {digest}; got {_sha256(output)}")
 
@@ -262,6 +278,8 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
                     raise ValueError(f"{member.filename}: expected {', '.join(map(str, _DTYPES))}; got {array.dtype}")
                 if (view == "bf16") != (array.dtype == np.uint16) or view not in ("", "bf16"):
                     raise ValueError(f"{member.filename}: expected uint16 for :bf16 only; got {array.dtype}")
+                if name in arrays:
+                    raise ValueError(f"{member.filename}: expected one array of this name; got another")
                 tensor = torch.from_numpy(array)
                 arrays[name] = tensor.view(torch.bfloat16) if view else tensor
     except UNREADABLE as error:

@@ -289,6 +289,7 @@ def _kv_insert_impl(
     norm_eps: float,
 ) -> None:
     checks.all_aligned((("kv", kv), ("cache", cache), ("norm_weight", norm_weight)))
+    checks.disjoint("cache", cache, "kv", kv)
     arguments: dict[str, Any] = {
         "record": RECORDS[record],
         "kv_scale": kv_scale,
