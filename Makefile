@@ -1,8 +1,9 @@
 # Every step runs in the interpreter that scripts/python finds or builds; see there.
 .NOTPARALLEL:
-.PHONY: help demo test lint sanitize clean
+.PHONY: help demo test lint nightly mutants sanitize clean
 
 WORKERS ?= 2
+EXAMPLES ?= 20000
 PACKAGE_NEEDS = msgspec numpy triton typer rich
 TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors transformers
 
@@ -10,7 +11,9 @@ help:
 	@echo "make demo    one real step: recorded inputs, bytes verified, time and GB/s on this machine"
 	@echo "make test    lint, then the tests (WORKERS=2 processes; ARGS='-k name' goes to pytest)"
 	@echo "make lint    ruff, ruff format, mypy"
-	@echo "make sanitize   one pass over the cases on a GPU under compute-sanitizer"
+	@echo "make nightly    EXAMPLES=20000 random calls of each property, in the interpreter"
+	@echo "make mutants    break the library on purpose, and see that a test notices: docs/mutants.md"
+	@echo "make sanitize   one pass over the cases on a GPU under each tool of compute-sanitizer"
 	@echo "make clean   remove .venv, build products and caches"
 	@echo "scripts/python ARGUMENTS   the interpreter that these use"
 
@@ -25,10 +28,22 @@ lint:
 	scripts/python --skip-without ruff -m ruff format --check .
 	scripts/python --skip-without mypy -m mypy
 
+nightly:
+	PREATTN_EXAMPLES=$(EXAMPLES) scripts/python --need "$(TEST_NEEDS)" -m pytest -n $(WORKERS) --timeout 0 \
+		tests/test_properties.py $(ARGS)
+
+mutants:
+	scripts/python --need "$(TEST_NEEDS)" scripts/mutants.py $(ARGS)
+
+# Without its allocator's cache, torch hands out memory that the tools see begin, end and be written.
 sanitize:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
 	compute-sanitizer --tool racecheck --error-exitcode 1 \
+		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --error-exitcode 1 \
+		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
+	compute-sanitizer --tool synccheck --error-exitcode 1 \
 		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
 
 clean:

@@ -2,6 +2,7 @@
 
 from . import dsa, v4
 from .backends import negotiate
+from .dispatch import debug
 from .formats import Record, cache_view, record
 from .geometry import Geometry
 from .layers import DsaPrologue, IndexerParts, V4Prologue
@@ -23,6 +24,7 @@ __all__ = [
     "V4Prologue",
     "cache_view",
     "choose",
+    "debug",
     "dsa",
     "negotiate",
     "project_query",

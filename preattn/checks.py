@@ -185,6 +185,27 @@ def instance(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name}: expected a {kind.__name__}; got {type(value).__name__}")
 
 
+def dtype(name: str, value: object, choices: Sequence[torch.dtype]) -> None:
+    """Check a dtype that is one of some."""
+    if value not in choices:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, choices))}; got {value!r}")
+
+
+def device(name: str, value: object) -> torch.device:
+    """Check a device, or the name of one, and return it.
+
+    Raises:
+        TypeError: neither.
+        ValueError: no device has that name.
+    """
+    if not isinstance(value, str | torch.device):
+        raise TypeError(f"{name}: expected a torch.device or its name; got {type(value).__name__}")
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: expected the name of a device; got {value!r}") from error
+
+
 def flag(name: str, value: object) -> None:
     """Check a bool."""
     if not isinstance(value, bool):

@@ -26,7 +26,9 @@ def define_op(schema: str, function: Callable[..., None]) -> Callable[..., None]
 
     def without_grad(*args: Any) -> None:
         """An op writes into given memory and is not differentiated, whatever its arguments say."""
-        if torch.is_grad_enabled():
+        if _debug.get() and not holding():
+            looked_at(*args)
+        elif torch.is_grad_enabled():
             torch._C._set_grad_enabled(False)  # all that torch.no_grad() does, at a tenth of its host time
             try:
                 function(*args)
@@ -40,6 +42,18 @@ def define_op(schema: str, function: Callable[..., None]) -> Callable[..., None]
     _LIBRARY.impl(name, without_grad, "CompositeExplicitAutograd")
     torch.library.register_fake(f"preattn::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
     op = getattr(torch.ops.preattn, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    written = {argument.name for argument in op._schema.arguments if argument.alias_info is not None}
+
+    def looked_at(*args: Any) -> None:
+        """The call as debug mode makes it."""
+        from . import debugging
+
+        arguments = dict(zip(names, args, strict=True))
+        with torch.no_grad():
+            debugging.before(arguments, written)
+            function(*args)
+            debugging.after(arguments)
 
     def call(*args: Any) -> None:
         if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
@@ -71,6 +85,35 @@ def backend(name: Backend | None) -> Iterator[None]:
         yield
     finally:
         _backend.reset(token)
+
+
+_debug: ContextVar[bool] = ContextVar("preattn_debug", default=os.environ.get("PREATTN_DEBUG", "0") == "1")
+
+
+@contextmanager
+def debug(on: bool = True) -> Iterator[None]:
+    """Within this context, in this thread, look at the values of every call: debug mode.
+
+    Slots have to be -1 or inside the cache, and distinct; positions inside the RoPE tables; inputs finite; and, after
+    the call, the heads past a rank's own +0.0. Each call waits for the GPU. Its cost: ``docs/debugging.md``.
+
+    ``PREATTN_DEBUG=1`` in the environment, read on import, turns it on for the process; ``debug(False)`` is then an
+    exception from it.
+
+    In the context a call raises, and names the first offender (argument, value and index):
+        ValueError: an input; nothing was written.
+        RuntimeError: the tail, after the call; or the stream is under graph capture.
+
+    Raises:
+        TypeError: ``on`` is no bool.
+    """
+    if not isinstance(on, bool):
+        raise TypeError(f"on: expected a bool; got {type(on).__name__}")
+    token = _debug.set(on)
+    try:
+        yield
+    finally:
+        _debug.reset(token)
 
 
 _held: ContextVar[list[Any] | None] = ContextVar("preattn_held", default=None)

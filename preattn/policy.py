@@ -74,6 +74,7 @@ PROJECTIONS = tuple([projection.value for projection in Projection])
 
 WeightKind = Literal["bf16", "e4m3", "mx"]
 """Of ``wq_b``: bf16, e4m3 with float32 scales of 128 x 128, e4m3 with UE8M0 scales of 32."""
+WEIGHT_KINDS: tuple[WeightKind, ...] = ("bf16", "e4m3", "mx")
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,10 @@ def choose(
     checks.instance("geometry", geometry, Geometry)
     checks.instance("device_name", device_name, str)
     checks.flag("captured", captured)
+    if weight not in WEIGHT_KINDS:
+        raise ValueError(f"weight: expected one of {', '.join(WEIGHT_KINDS)}; got {weight!r}")
+    if weight != "bf16" and (geometry.family != "v4" or not workspace):
+        raise ValueError(f"weight: expected bf16 but for V4 with a workspace; got {weight}")
     agreed = negotiate(geometry, backend or usual_backend(geometry), record=record)
     found = device(device_name)
     if geometry.family == "v4":
@@ -400,14 +405,15 @@ PROJECT_KERNEL_TOKENS: dict[str, int] = {
 """Tokens up to which our kernel beats the library's matmul and the launch after it (H200), by kernel path."""
 
 
-def library_multiplies(weight: WeightKind, layout: Layout, tokens: int) -> bool:
+def library_multiplies(weight: WeightKind, layout: Layout, tokens: int, rank: int) -> bool:
     """Whether torch has a matmul that takes these operands and writes where attention reads.
 
     ``torch._scaled_mm`` takes 128 x 128 scales of the weight and column-major ones of 128 dims of a token, columns at
-    multiples of 16 bytes; it has no batched form, which a chunk-interleaved query would need.
+    multiples of 16 bytes, on Hopper. It reads the weight's scales in rows of whole fours: a checkpoint has them where
+    the rank is a multiple of 512. It has no batched form, which a chunk-interleaved query would need.
     """
     if weight == "e4m3":
-        return layout == "head_major" and tokens % 4 == 0
+        return layout == "head_major" and tokens > 0 and tokens % 4 == 0 and rank % 512 == 0
     return weight == "bf16"
 
 
@@ -429,7 +435,12 @@ def projection(
     if not kernel:
         return Projection.MATMUL, "the projection kernel takes ranks that are multiples of 64"
     if not found.measured:
-        return Projection.MATMUL, "the library's matmul by default: this device is not measured"
+        if weight == "bf16":
+            return Projection.MATMUL, "the library's matmul by default: this device is not measured"
+        return (
+            Projection.KERNEL,
+            "our kernel by default: this device is not measured; not all matmuls scale blocks",
+        )
     if tokens <= PROJECT_KERNEL_TOKENS[project_path(weight, norm=norm)]:
         return Projection.KERNEL, "one launch projects, finishes the query and stores KV: the fastest for so few tokens"
     return Projection.MATMUL, "the library's matmul is the fastest for so many tokens"
@@ -473,18 +484,27 @@ def _choose_v4(
         if not touched:
             reason = f"attention takes {padded} heads as they are and rotates them itself: the query is left alone"
             return replace(plan, form=Form.KV_ONLY, reason=reason, bytes=kv_only)
-        reason = f"attention takes {padded} heads, as the projection leaves them, {change} in place: nothing is copied"
+        reason = f"attention takes {padded} heads, as the projection leaves them: they are read, {change} and written"
+        reason += " in place"
         return replace(plan, reason=reason, bytes=in_place)
     layout: Layout = "chunk_interleaved" if agreed.form == "chunk_interleaved" else "head_major"
+    rank = geometry.q_rank or 0
     projection_form, why = projection(
-        found, weight, tokens=tokens, norm=agreed.norms, matmul=library_multiplies(weight, layout, tokens)
+        found,
+        weight,
+        tokens=tokens,
+        norm=agreed.norms,
+        matmul=library_multiplies(weight, layout, tokens, rank),
+        kernel=rank % 64 == 0,
     )
+    if weight == "e4m3" and projection_form == Projection.MATMUL:
+        why += ", where the latent's scales are column-major groups of 128; else our kernel runs"
     reason = f"the projection writes {heads} of {padded} heads where attention reads them: nothing is copied; {why}"
     if projection_form == Projection.KERNEL and not (agreed.norms and tokens > FUSED_NORM_TOKENS):
         return replace(plan, reason=reason, bytes=kv_only, projection=projection_form)
     if not touched:
         return replace(plan, form=Form.KV_ONLY, reason=reason, bytes=kv_only, projection=projection_form)
-    reason += f"; they are {change} in place"
+    reason += f"; they are read, {change} and written in place"
     return replace(plan, reason=reason, bytes=in_place, projection=projection_form)
 
 

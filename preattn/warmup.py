@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from . import dsa, formats, v4
+from . import checks, dsa, formats, v4
 from .dispatch import hold, interpreting
+from .dsa.arguments import PAIRINGS, WEIGHTS, check_choice
 from .geometry import Geometry
-from .policy import STEP_SIZES, Form, Layout, WeightKind
+from .policy import LAYOUTS, STEP_SIZES, Form, Layout, WeightKind
 from .reference.numerics import Pairing
 
 Progress = Callable[[int, int], None]
@@ -71,14 +72,48 @@ def warmup(
         How many variants were compiled; 0 where all were there already.
 
     Raises:
-        ValueError: a combination that the ops refuse, or no record for a geometry that names none.
+        TypeError: an argument of another type, or a dtype that no op takes.
+        ValueError: an unknown word, a combination that the ops refuse, or no record for a geometry that names none.
     """
-    device = torch.device(device)
+    checks.instance("geometry", geometry, Geometry)
+    v4_family = geometry.family == "v4"
+    for name, count, least in (
+        ("block_size", block_size, 1),
+        ("index_block_size", index_block_size, 1),
+        ("padded_heads", padded_heads, geometry.heads),
+    ):
+        if count is not None:
+            checks.integer(name, count, least=least)
+    norms = (*v4.ACTIVATIONS, torch.float32) if v4_family else WEIGHTS
+    for name, given, choices in (
+        ("dtype", dtype, v4.ACTIVATIONS if v4_family else (torch.bfloat16,)),
+        ("index_dtype", index_dtype, checks.INDEX_DTYPES),
+        ("positions_dtype", positions_dtype or index_dtype, checks.INDEX_DTYPES),
+        ("table_dtype", table_dtype or torch.float32, checks.TABLE_DTYPES),
+        ("norm_dtype", norm_dtype, norms),
+        ("index_norm_dtype", index_norm_dtype, WEIGHTS),
+        ("index_weights_dtype", index_weights_dtype, WEIGHTS),
+    ):
+        checks.dtype(name, given, choices)
+    records: tuple[str, ...] = tuple(
+        v4.RECORDS if v4_family else dsa.RECORDS if geometry.rope.dim else dsa.NO_ROPE_RECORDS
+    )
+    for name, word, words in (
+        ("record", record, records),
+        ("layout", layout, LAYOUTS),
+        ("index_record", index_record, tuple(dsa.INDEX_RECORDS)),
+        ("rope_output", rope_output, PAIRINGS),
+        ("weight", weight, get_args(WeightKind)),
+    ):
+        if word is not None:
+            check_choice(name, word, words)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a function or None; got {type(progress).__name__}")
+    device = checks.device("device", device)
     if device.type == "cpu" and not interpreting():
         return 0  # the reference compiles nothing
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    v4_family = geometry.family == "v4"
     names = geometry.records.window if v4_family else geometry.records.latent
     if record is None and not names:
         raise ValueError(f"record: expected a name, since the geometry of {geometry.name} names none; got None")
@@ -208,8 +243,10 @@ def _projections(d: _Deployment, tokens: int, step: dict[str, Any]) -> Iterator[
         "query_rope": rotates,
         "query_norm_eps": d.geometry.eps if d.geometry.query_norm else None,
     }
+    alone = {name: arguments[name] for name in ("x", "weight", "layout", "out")}
     for given in scales:
         yield partial(v4.project_query_kv_insert, **arguments, **given)
+        yield partial(v4.project_query, **alone, **given)
 
 
 def _dsa_calls(d: _Deployment, tokens: int) -> Iterator[Callable[[], object]]:

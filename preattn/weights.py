@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import checks
+
 HEAD_DIM = 512
 QUERY_CHUNK = 16
 OUTPUT_CHUNK = 32
@@ -29,10 +31,19 @@ def _deinterleave(rows: Tensor, heads: int, chunk: int, head_dim: int) -> Tensor
     return permuted.contiguous()
 
 
-def _heads(name: str, rows: int, head_dim: int) -> int:
+def _heads(name: str, tensor: Tensor, head_dim: int) -> int:
+    _check_dims(name, tensor, 1)
+    rows = tensor.shape[0]
     if rows < head_dim or rows % head_dim:
         raise ValueError(f"{name}: expected a positive multiple of {head_dim} rows, {head_dim} a head; got {rows}")
     return rows // head_dim
+
+
+def _check_dims(name: str, tensor: object, least: int) -> None:
+    checks.instance(name, tensor, Tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.dim() < least:
+        raise ValueError(f"{name}: expected at least {least} dim(s); got shape {list(tensor.shape)}")
 
 
 def interleave_query_rows(weight: Tensor) -> Tensor:
@@ -41,14 +52,15 @@ def interleave_query_rows(weight: Tensor) -> Tensor:
     A bias [H * 512], or scales of one row each (MX: [H * 512, rank / 32] UE8M0), permute in the same way.
 
     Raises:
+        TypeError: no tensor.
         ValueError: the rows are not whole heads.
     """
-    return _interleave(weight, _heads("weight", weight.shape[0], HEAD_DIM), QUERY_CHUNK, HEAD_DIM)
+    return _interleave(weight, _heads("weight", weight, HEAD_DIM), QUERY_CHUNK, HEAD_DIM)
 
 
 def deinterleave_query_rows(weight: Tensor) -> Tensor:
     """The inverse of :func:`interleave_query_rows`."""
-    return _deinterleave(weight, _heads("weight", weight.shape[0], HEAD_DIM), QUERY_CHUNK, HEAD_DIM)
+    return _deinterleave(weight, _heads("weight", weight, HEAD_DIM), QUERY_CHUNK, HEAD_DIM)
 
 
 def interleave_query_scales(scales: Tensor) -> Tensor:
@@ -60,7 +72,7 @@ def interleave_query_scales(scales: Tensor) -> Tensor:
     Raises:
         ValueError: the rows are not the four blocks of whole heads.
     """
-    heads = _heads("scales", scales.shape[0], HEAD_DIM // 128)
+    heads = _heads("scales", scales, HEAD_DIM // 128)
     chunks = scales.repeat_interleave(128 // QUERY_CHUNK, 0)
     return _interleave(chunks, heads, 1, HEAD_DIM // QUERY_CHUNK)
 
@@ -89,6 +101,7 @@ def interleave_output_scales(scales: Tensor) -> Tensor:
     Raises:
         ValueError: the columns are not the blocks of a group's eight heads.
     """
+    _check_dims("scales", scales, 1)
     blocks = GROUP_HEADS * HEAD_DIM // 128
     if scales.shape[-1] != blocks:
         raise ValueError(f"scales: expected {blocks} columns, four blocks of each of 8 heads; got {scales.shape[-1]}")
@@ -97,13 +110,14 @@ def interleave_output_scales(scales: Tensor) -> Tensor:
 
 
 def _check_group(weight: Tensor) -> None:
+    _check_dims("weight", weight, 1)
     if weight.shape[-1] != GROUP_HEADS * HEAD_DIM:
         raise ValueError(f"weight: expected {GROUP_HEADS * HEAD_DIM} columns, 8 heads of 512; got {weight.shape[-1]}")
 
 
 def query_chunks(weight: Tensor) -> Tensor:
     """A permuted ``wq_b`` as the 32 matrices of a batched projection: [H * 512, rank] -> a view [32, H * 16, rank]."""
-    _heads("weight", weight.shape[0], HEAD_DIM)
+    _heads("weight", weight, HEAD_DIM)
     chunks: Tensor = weight.unflatten(0, (HEAD_DIM // QUERY_CHUNK, -1))
     return chunks
 
@@ -114,10 +128,22 @@ def as_chunks(query: Tensor) -> Tensor:
     Raises:
         ValueError: heads and dims are not contiguous.
     """
-    tokens, heads, dims = query.shape
-    if dims != HEAD_DIM or query.stride()[1:] != (HEAD_DIM, 1):
+    checks.instance("query", query, Tensor)
+    if query.dim() != 3 or query.shape[2] != HEAD_DIM or query.stride()[1:] != (HEAD_DIM, 1):
         raise ValueError(f"query: expected [T, P, 512] with heads and dims contiguous; got strides {query.stride()}")
+    tokens, heads, _ = query.shape
     chunks = HEAD_DIM // QUERY_CHUNK
     return torch.as_strided(
         query, (tokens, chunks, heads, QUERY_CHUNK), (query.stride(0), heads * QUERY_CHUNK, QUERY_CHUNK, 1)
     )
+
+
+def padding_heads(query: Tensor, heads: int, *, interleaved: bool) -> Tensor:
+    """What of a query [T, P, dims] is behind the first ``heads`` heads: a view [T, P - heads, dims].
+
+    ``interleaved``: of a chunk-interleaved query; a view [T, 32, P - heads, 16].
+
+    Raises:
+        ValueError: as :func:`as_chunks`.
+    """
+    return as_chunks(query)[:, :, heads:] if interleaved else query[:, heads:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import dsa, v4, weights
+from . import checks, debugging, dsa, v4, weights
 from .backends import Agreement, QueryForm, negotiate
 from .geometry import Geometry
 from .policy import Layout
@@ -49,10 +49,13 @@ class QueryWorkspace:
             debug: verify, with a GPU synchronisation a step, that the tail is still zero.
 
         Raises:
-            ValueError: model and backend do not fit, the backend takes the pair, or ``max_tokens`` is below 1.
+            TypeError: an argument of another type.
+            ValueError: model and backend do not fit, the backend takes the pair, ``max_tokens`` is below 1, or there is
+                no such device.
         """
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1; got {max_tokens}")
+        checks.integer("max_tokens", max_tokens, least=1)
+        checks.flag("debug", debug)
+        device = checks.device("device", device)
         agreement = negotiate(geometry, backend, record=record)
         if agreement.form == "pair":
             raise ValueError(
@@ -64,6 +67,7 @@ class QueryWorkspace:
         self.agreement: Agreement = agreement
         self.heads = geometry.heads
         self.debug = debug
+        self._steps = 0
         self.buffer = torch.zeros(max_tokens, agreement.padded_heads, width, dtype=dtype, device=device)
 
     @property
@@ -80,16 +84,19 @@ class QueryWorkspace:
         """What attention reads: [tokens, padded heads, width], contiguous. In debug mode the tail is verified first.
 
         Raises:
+            TypeError: ``tokens`` is no int.
             ValueError: ``tokens`` is negative or more than the workspace has.
-            RuntimeError: debug mode, and something wrote into the tail.
+            RuntimeError: debug mode, and something wrote into the tail; or the stream is under graph capture.
         """
         buffer = self.whole(tokens)
         if self.debug:
-            self.verify(f"a step of {tokens} tokens")
+            self._steps += 1
+            self.verify(f"step {self._steps}, of {tokens} tokens,")
         return buffer
 
     def whole(self, tokens: int) -> Tensor:
         """The buffer of a step, to be written: as :meth:`view`, without its verification."""
+        checks.integer("tokens", tokens)
         if not 0 <= tokens <= self.buffer.shape[0]:
             raise ValueError(f"tokens: expected 0 to {self.buffer.shape[0]}; got {tokens}")
         return self.buffer[:tokens]
@@ -113,19 +120,14 @@ class QueryWorkspace:
         """Check that the tail is still +0.0 (reads the GPU).
 
         Raises:
-            RuntimeError: it is not; the message names the step and the first element.
+            RuntimeError: it is not; the message names the step and the first element. Or the stream is under graph
+                capture.
         """
-        tail = (
-            weights.as_chunks(self.buffer)[:, :, self.heads :]
-            if self.form == "chunk_interleaved"
-            else (self.buffer[:, self.heads :])
-        )
-        touched = tail.reshape(-1).view(torch.uint8) != 0
-        if bool(touched.any()):
-            first = int(touched.nonzero()[0]) // self.buffer.element_size()
-            position = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), tail.shape))
+        debugging.refuse_capture()
+        tail = weights.padding_heads(self.buffer, self.heads, interleaved=self.form == "chunk_interleaved")
+        if (first := debugging.first_written(tail)) is not None:
             raise RuntimeError(
-                f"{self.form} query workspace: {step} left a padding head that is not +0.0; first at {position} "
+                f"{self.form} query workspace: {step} left a padding head that is not +0.0; first at {first} "
                 f"of the tail {tuple(tail.shape)}"
             )
 
@@ -156,10 +158,14 @@ def project_query(
         TypeError: a dtype that does not fit.
         ValueError: a shape that does not fit, or more tokens than the workspace has.
     """
+    checks.instance("workspace", workspace, QueryWorkspace)
     if workspace.buffer.dtype != torch.bfloat16:
         raise TypeError(f"workspace: expected dtype torch.bfloat16; got {workspace.buffer.dtype}")
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor; got {type(x).__name__}")
+    dims, most = 3 if workspace.form == "packed" else 2, workspace.buffer.shape[0]
+    if x.dim() != dims or x.shape[0] > most:
+        raise ValueError(f"x: expected {dims} dims, and at most {most} tokens; got shape {list(x.shape)}")
     tokens = x.shape[0]
     out = workspace.whole(tokens)
     if workspace.form == "packed":
@@ -169,7 +175,7 @@ def project_query(
         dsa.absorb_query(x, weight, out=out)
     else:
         rows = workspace.heads * v4.HEAD_DIM
-        if isinstance(weight, Tensor) and weight.shape[0] != rows:
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] != rows:
             raise ValueError(f"weight: expected {rows} rows for {workspace.heads} heads; got {weight.shape[0]}")
         layout: Layout = "chunk_interleaved" if workspace.form == "chunk_interleaved" else "head_major"
         v4.project_query(x, weight, out, layout=layout, x_scale=x_scale, weight_scale=weight_scale)

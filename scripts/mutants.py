@@ -31,6 +31,7 @@ FORMATS, NUMERICS, CHECKS = "preattn/formats.py", "preattn/reference/numerics.py
 DEVICE, KV, QUERY = "preattn/kernels/device.py", "preattn/kernels/v4/kv.py", "preattn/kernels/v4/query_kv.py"
 DSA_QUERY, NORM, ROWS = (f"preattn/kernels/dsa/{name}.py" for name in ("query", "norm_rope", "rows"))
 ABSORB = "preattn/kernels/dsa/absorb.py"
+PROJECT, WORKSPACE, DEBUGGING = "preattn/kernels/v4/project.py", "preattn/workspace.py", "preattn/debugging.py"
 REFERENCE_V4, REFERENCE_DSA = "preattn/reference/v4.py", "preattn/reference/dsa.py"
 
 BYTES = ("tests/test_formats.py", "tests/test_exhaustive.py")
@@ -53,6 +54,7 @@ HEADS = ("tests/test_cases.py -k head_major and 8of64 and 17", *V4)
 DSA_ROWS = ("tests/test_pitfalls.py -k top1000", *DSA)
 DSA_HEADS = ("tests/test_cases.py -k dsa_query and (5of or 7of) and 17", *DSA)
 ABSORBED = ("tests/test_cases.py -k absorb and 17", *DSA)
+PROJECTED = ("tests/test_cases.py -k v4_project and 17", "tests/test_properties.py -k project")
 GOLDEN = ("tests/test_golden.py",)
 ROTATIONS = ("tests/test_exhaustive.py -k rotations", *GOLDEN)
 FAR = ("tests/test_pitfalls.py -k 32_bits or narrow",)
@@ -98,7 +100,7 @@ MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "V4 pages lie block_size * record apart, whatever the stride",
         KV_ROWS,
-        (KV, "cache.stride(0) * cache.element_size() // 16", "cache[:1].numel() * cache.element_size() // 16"),
+        (KV, "cache.stride()[0] * cache.element_size() // 16", "cache[:1].numel() * cache.element_size() // 16"),
     ),
     mutant(
         "DSA pages lie block_size * record apart, whatever the stride",
@@ -450,6 +452,96 @@ MUTANTS: tuple[Mutant, ...] = (
         (NUMERICS, "return 1.0 / x.double().sqrt().float()", "return (1.0 / x.double().sqrt()).float()"),
     ),
     mutant("a mean over the padded width", DSA_ROWS, (NORM, "RANK * 1.0", "WIDTH * 1.0")),
+    # projections
+    mutant(
+        "projection: the rotated dims are stored unrotated too",
+        PROJECTED,
+        (
+            PROJECT,
+            "stored = stored & (column < tl.where(last, start + COLUMNS - 64, start + COLUMNS))[None, :]",
+            "stored = stored & (column >= 0)[None, :]",
+        ),
+    ),
+    mutant(
+        "projection: a tile's block scale is that of another row",
+        PROJECTED,
+        (
+            PROJECT,
+            "start // SCALE_ROWS * (RANK // SCALE_DEPTH) + depth // SCALE_DEPTH",
+            "start // SCALE_ROWS + depth // SCALE_DEPTH",
+        ),
+    ),
+    mutant(
+        "projection: a row's MX scale is that of another row",
+        PROJECTED,
+        (
+            PROJECT,
+            "column // SCALE_ROWS * (RANK // SCALE_DEPTH) + depth // SCALE_DEPTH",
+            "column // SCALE_ROWS + depth // SCALE_DEPTH",
+        ),
+    ),
+    mutant(
+        "projection: a token's scales change with the weight's blocks",
+        PROJECTED,
+        (PROJECT, "depth // 128 * stride_x_group", "depth // SCALE_DEPTH * stride_x_group"),
+    ),
+    mutant(
+        "projection: columns are scattered as if no head were padding",
+        PROJECTED,
+        (PROJECT, "column % 512 // 16 * WIDTH +", "column % 512 // 16 * LIVE +"),
+    ),
+    mutant(
+        "projection: the tail is not rotated",
+        PROJECTED,
+        (PROJECT, "even, odd = rotate(even, odd, cos, sin)", "even, odd = even, odd"),
+    ),
+    mutant(
+        "projection: the first head's tail alone is rotated",
+        PROJECTED,
+        (PROJECT, "last = start % 512 == 512 - COLUMNS", "last = start == 512 - COLUMNS"),
+    ),
+    mutant(
+        "projection: KV batches are skipped",
+        PROJECTED,
+        (
+            PROJECT,
+            "tl.range(pid, tl.cdiv(stored_tokens, KV_TOKENS), kv_programs)",
+            "tl.range(pid, tl.cdiv(stored_tokens, KV_TOKENS), kv_programs + 1)",
+        ),
+    ),
+    mutant(
+        "projection: a row past the last is stored",
+        PROJECTED,
+        (PROJECT, "in_range = token < tokens\n", "in_range = token < tokens + 1\n"),
+    ),
+    mutant(
+        "a query workspace that does not start as zeros",
+        ("tests/test_workspace.py",),
+        (WORKSPACE, "self.buffer = torch.zeros(", "self.buffer = torch.ones("),
+    ),
+    mutant(
+        "a query workspace that verifies some of its padding heads alone",
+        ("tests/test_workspace.py",),
+        (
+            WORKSPACE,
+            "weights.padding_heads(self.buffer, self.heads,",
+            "weights.padding_heads(self.buffer, self.heads + 20,",
+        ),
+    ),
+    mutant(
+        "debug mode does not notice slots past the cache",
+        ("tests/test_debug.py",),
+        (DEBUGGING, "(slots < -1) | (slots >= capacity)", "slots < -1"),
+    ),
+    mutant(
+        "debug mode looks after the call, not before",
+        ("tests/test_debug.py",),
+        (
+            "preattn/dispatch.py",
+            "            debugging.before(arguments, written)\n            function(*args)\n",
+            "            function(*args)\n            debugging.before(arguments, written)\n",
+        ),
+    ),
     # contract
     mutant(
         "a mutation that the schema does not declare",
@@ -465,8 +557,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ERRORS,
         (
             CHECKS,
-            "if value.data_ptr() < _end(other) and other.data_ptr() < _end(value):",
-            "if value.data_ptr() == other.data_ptr():",
+            "if (other_start - start < _extent(value)) if start <= other_start else "
+            "(start - other_start < _extent(other)):",
+            "if start == other_start:",
         ),
     ),
     mutant(

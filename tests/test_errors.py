@@ -7,6 +7,7 @@ inputs too, is compared before and after, and the good call is made next.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect as python
 import re
@@ -22,11 +23,32 @@ from torch import Tensor
 from preattn import dsa, formats, v4
 from preattn.cases.base import Call, Case, as_bytes
 from preattn.cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
-from preattn.cases.v4 import KvCase, PadCase, V4Case
+from preattn.cases.v4 import KvCase, PadCase, ProjectCase, V4Case
 from preattn.dispatch import Backend, backend
 from preattn.geometry import geometry
+from preattn.layers import DsaPrologue, IndexerParts, V4Prologue
+from preattn.policy import Projection
+from preattn.workspace import QueryWorkspace
 
 TOKENS = 4
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """A use of :func:`preattn.v4.project_query`: a projection of the registry without its KV half."""
+
+    of: ProjectCase
+
+    @property
+    def name(self) -> str:
+        return self.of.name.replace("v4_project", "v4_product")
+
+    def build(self, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Call:
+        call = self.of.build(tokens, device, seed)
+        names = set(python.signature(v4.project_query).parameters)
+        arguments = {name: value for name, value in call.arguments.items() if name in names}
+        return Call(v4.project_query, arguments, {"out": call.memory["out"]}, call.moved)
+
 
 CASES: tuple[Case, ...] = (
     V4Case(8, 64),
@@ -41,6 +63,10 @@ CASES: tuple[Case, ...] = (
     AbsorbCase(2, nope=64, fp8_query=False),
     NormRopeCase(rank=512, top_k=64),
     NormRopeCase(rank=512, record="fp8", index_record="index_fp8_ue8m0", top_k=64, return_kv=True),
+    ProjectCase(2, 4, record="v4_fp8", norm=True, rope=True, rank=128),
+    ProjectCase(1, 2, record="fp8", weight="mx", rope=True, rank=128),
+    ProductCase(ProjectCase(2, 4, layout="chunk_interleaved", weight="e4m3", grouped=True, rank=128)),
+    ProductCase(ProjectCase(1, 2, rank=64, form=Projection.MATMUL)),
 )
 
 
@@ -50,11 +76,12 @@ GOOD: Backend | None = None if torch.cuda.is_available() else "reference"
 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
-FIRST = ("query", "q_pe", "q_nope", "q_latent")
+FIRST = ("query", "q_pe", "q_nope", "q_latent", "x")
 """An op's first argument, which says how many tokens there are, and where."""
 SCALES = ("query_scale", "query_scale_inv", "kv_scale")
-ANYWHERE = ("slots", "index_slots", "positions", "index_weights", *SCALES)
+ANYWHERE = ("slots", "index_slots", "positions", "index_weights", "x_scale", "weight_scale", *SCALES)
 """May begin at any element."""
+ANY_STRIDES = ("x_scale", *SCALES)
 FREE_ROWS = (*FIRST, "slots", "index_slots", "rope_table", "index_rope_table", "cache", "index_cache")
 """The number of rows is the caller's, or checked as a last dim."""
 FREE_LAST = ("slots", "index_slots", "top_k")
@@ -115,21 +142,25 @@ KINDS: dict[str, tuple[Change, type[Exception], Applies]] = {
     "every second element": (
         second_elements,
         ValueError,
-        lambda name, t: name not in SCALES and t.shape[-1] > 1,
+        lambda name, t: name not in ANY_STRIDES and t.shape[-1] > 1,
     ),
     "rows off the grid": (
         odd_rows,
         ValueError,
-        lambda name, t: t.dim() > 1 and name not in (*SCALES, "index_weights") and t.shape[-1] > 0,
+        lambda name, t: t.dim() > 1 and name not in (*ANY_STRIDES, "index_weights") and t.shape[-1] > 0,
     ),
     "off the grid": (off_grid, ValueError, lambda name, t: name not in ANYWHERE and t.numel() > 0),
 }
 
 
 def _is_fine(case: Case, name: str, kind: str) -> bool:
-    """V4's kernels read the table a value at a time; where a KV row comes first, it says how many there are."""
-    table = isinstance(case, V4Case | KvCase) and name == "rope_table" and kind == "off the grid"
-    return table or (isinstance(case, KvCase) and name == "kv" and kind in ("a row less", "another device"))
+    """V4's kernels read the table a value at a time; a KV row that comes first, or x, says how many there are."""
+    table = isinstance(case, V4Case | KvCase | ProjectCase) and name == "rope_table" and kind == "off the grid"
+    return (
+        table
+        or (name == "x" and kind == "a short last dim")
+        or (isinstance(case, KvCase) and name == "kv" and kind in ("a row less", "another device"))
+    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +219,8 @@ def bad_values() -> Iterator[Bad]:
                     continue  # without an indexer any pairing is one too many: see MISSING
                 if name == "padded_heads" and call.arguments.get("form") == "pair":
                     continue
+                if name == "form" and value is None and isinstance(case, ProjectCase | ProductCase):
+                    continue  # what was measured faster
                 if name == "rope_dim" and call.arguments.get("out") is not None:
                     continue
                 yield Bad(case, name, repr(value), lambda _, value=value: value, error)
@@ -233,6 +266,11 @@ MAJOR = V4Case(4, 8, record="v4_fp8", layout="head_major", rope=True)
 QUERY = DsaQueryCase(4, index_heads=4, padded_heads=8, latent="contiguous")
 NORMS = NormRopeCase(rank=512, top_k=64)
 ABSORB = AbsorbCase(2, nope=64, padded_heads=4)
+
+PROJECT = ProjectCase(2, 4, rope=True, rank=128)
+E4M3 = ProductCase(ProjectCase(2, 4, weight="e4m3", grouped=True, rank=128))
+MX_WEIGHT = ProductCase(ProjectCase(1, 2, weight="mx", rank=128))
+SCATTERED = ProjectCase(2, 4, layout="chunk_interleaved", rank=128)
 
 Changes = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -522,11 +560,126 @@ TOGETHER: list[tuple[str, Case, Changes, type[Exception], str]] = [
         ValueError,
         "out: expected memory apart from q_latent",
     ),
+    (
+        "half a head",
+        PROJECT,
+        lambda a: {"weight": a["weight"][:700]},
+        ValueError,
+        "weight: expected a positive multiple",
+    ),
+    (
+        "a head more than out",
+        PROJECT,
+        lambda a: {"out": a["out"][:, :1]},
+        ValueError,
+        "out: expected at least the 2 heads",
+    ),
+    (
+        "another rank",
+        PROJECT,
+        lambda a: {"weight": a["weight"][:, :64]},
+        ValueError,
+        "weight: expected shape [any, 128]",
+    ),
+    ("other operands", PROJECT, lambda a: {"weight": a["weight"].half()}, TypeError, "weight: expected dtype"),
+    (
+        "rows of x that overlap",
+        PROJECT,
+        lambda a: {"x": a["x"][:1].expand(TOKENS, -1)},
+        ValueError,
+        "x: expected rows that do not overlap",
+    ),
+    (
+        "heads of out that overlap",
+        PROJECT,
+        lambda a: {"out": a["out"][:1].expand(TOKENS, 4, 512)},
+        ValueError,
+        "out: expected rows that do not overlap",
+    ),
+    ("scales of bf16", PROJECT, lambda a: {"x_scale": torch.ones(TOKENS)}, ValueError, "x_scale: expected None"),
+    (
+        "weight scales of bf16",
+        PROJECT,
+        lambda a: {"weight_scale": torch.ones(8, 1)},
+        ValueError,
+        "weight_scale: expected None",
+    ),
+    ("no scales of x", E4M3, lambda a: {"x_scale": None}, TypeError, "x_scale: expected a torch.Tensor"),
+    (
+        "no scales of a weight",
+        E4M3,
+        lambda a: {"weight_scale": None},
+        TypeError,
+        "weight_scale: expected a torch.Tensor",
+    ),
+    ("scales of no rank", E4M3, lambda a: {"x_scale": torch.tensor(1.0)}, ValueError, "x_scale: expected shape"),
+    (
+        "MX scales as blocks",
+        MX_WEIGHT,
+        lambda a: {"weight_scale": torch.ones(512, 4)},
+        ValueError,
+        "weight_scale: expected shape [4, 1] of torch.float32",
+    ),
+    (
+        "half a block of rank",
+        E4M3,
+        lambda a: {"x": a["x"][:, :64], "weight": a["weight"][:, :64]},
+        ValueError,
+        "x: expected a rank that is a positive multiple of 128",
+    ),
+    (
+        "a rank of no kernel",
+        PROJECT,
+        lambda a: {"x": a["x"][:, :96], "weight": a["weight"][:, :96]},
+        ValueError,
+        "form: expected a rank that is a multiple of 64 for kernel",
+    ),
+    (
+        "a matmul of MX weights",
+        MX_WEIGHT,
+        lambda a: {"form": "matmul"},
+        ValueError,
+        "form: expected bf16 operands, or block-scaled",
+    ),
+    (
+        "a norm, scattered",
+        SCATTERED,
+        lambda a: {"query_norm_eps": 1e-6},
+        ValueError,
+        "layout: expected head_major",
+    ),
+    ("a rotation, scattered", SCATTERED, lambda a: {"query_rope": True}, ValueError, "layout: expected head_major"),
+    ("fp16 KV", PROJECT, lambda a: {"kv": a["kv"].half()}, TypeError, "kv: expected dtype torch.bfloat16"),
+    (
+        "out over x",
+        PROJECT,
+        lambda a: {"x": a["out"][:, 3, :128]},
+        ValueError,
+        "out: expected memory apart from x",
+    ),
+    (
+        "out over the weight",
+        ProjectCase(1, 4, rope=True, rank=512),
+        lambda a: {"out": a["weight"][: 4 * TOKENS].view(TOKENS, 4, 512)},
+        ValueError,
+        "out: expected memory apart from weight",
+    ),
+    ("KV in out", PROJECT, lambda a: {"kv": a["out"][:, 3]}, ValueError, "out: expected memory apart from kv"),
 ]
 
 
 @pytest.mark.parametrize(
-    "function", [v4.query_kv_insert, v4.kv_insert, v4.pad_query, dsa.query, dsa.absorb_query, dsa.norm_rope_insert]
+    "function",
+    [
+        v4.query_kv_insert,
+        v4.kv_insert,
+        v4.pad_query,
+        v4.project_query,
+        v4.project_query_kv_insert,
+        dsa.query,
+        dsa.absorb_query,
+        dsa.norm_rope_insert,
+    ],
 )
 def test_every_argument_of_every_op_is_among_the_rows(function: Callable[..., Any]) -> None:
     rows = {row.name for row in ROWS if row.case.build(1).function is function}
@@ -565,7 +718,9 @@ def view(**changes: Any) -> Tensor:
 
 
 def rows_of(
-    function: str, good: dict[str, Any], bad: dict[str, tuple[tuple[object, type[Exception]], ...]]
+    function: str | Callable[..., object],
+    good: dict[str, Any],
+    bad: dict[str, tuple[tuple[object, type[Exception]], ...]],
 ) -> list[Any]:
     return [(function, good, name, value, error) for name, values in bad.items() for value, error in values]
 
@@ -675,18 +830,294 @@ API = [
     ("function", "good", "name", "value", "error"), API, ids=[f"{row[0]}-{row[2]}-{i}" for i, row in enumerate(API)]
 )
 def test_a_bad_argument_of_what_is_no_op(
-    function: str, good: dict[str, Any], name: str, value: object, error: type[Exception]
+    function: str | Callable[..., object], good: dict[str, Any], name: str, value: object, error: type[Exception]
 ) -> None:
-    module, _, attribute = function.partition(".")
-    call = getattr(importlib.import_module(f"preattn.{module}"), attribute)
+    if isinstance(function, str):
+        module, _, attribute = function.partition(".")
+        function = getattr(importlib.import_module(f"preattn.{module}"), attribute)
     memory = {key: tensor.clone() for key, tensor in good.items() if isinstance(tensor, Tensor)}
     with pytest.raises(error, match=rf"^{name}: .*expected .+; got .+"):
-        call(**{**good, name: value})
+        function(**{**good, name: value})
     assert all(torch.equal(good[key], before) for key, before in memory.items()), "something was written"
-    call(**good)
+    function(**good)
 
 
 @pytest.mark.parametrize(("tp", "error"), [*NOT_INTEGERS, (0, ValueError), (3, ValueError)])
 def test_shards_that_do_not_divide(tp: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^tp: expected .+; got .+"):
         V41.shard(tp)
+
+
+# -- workspaces, layers, weights, warm-up --------------------------------------------------------------------------
+
+SMALL = dataclasses.replace(geometry("deepseek-v4.1-flash").shard(8), q_rank=128)
+DSA = geometry("deepseek-v3.2").shard(64)
+POINT = torch.tensor(1.0)
+TABLE = torch.zeros(16, 64)
+NO_TENSORS = ((None, TypeError), ([1.0], TypeError), (1.0, TypeError), ("x", TypeError))
+
+
+def like(tensor: Tensor) -> tuple[tuple[object, type[Exception]], ...]:
+    """What is wrong where such a tensor is expected."""
+    short = tensor[..., :-1]
+    return (*NO_TENSORS, (tensor.double(), TypeError), (POINT.to(tensor.dtype), ValueError), (short, ValueError))
+
+
+def zero_cache(record: formats.Record) -> Tensor:
+    return formats.cache_view(torch.zeros(record.page_bytes(64), dtype=torch.uint8), record, block_size=64)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+WORKSPACE = QueryWorkspace(SMALL, "flashmla-mega", 4, device="cpu")
+PACKED = QueryWorkspace(DSA, "flashmla-sparse", 4, device="cpu")
+INDEXER = IndexerParts(weight=torch.ones(128), bias=torch.zeros(128), cache=zero_cache(formats.record("index_fp8")))
+LAYER: dict[str, Any] = {
+    "geometry": SMALL,
+    "backend": "flashmla-mega",
+    "cache": zero_cache(MX),
+    "rope_table": TABLE,
+    "max_tokens": 4,
+    "wq_b": bf16(4096, 128),
+}
+FP8_LAYER: dict[str, Any] = LAYER | {
+    "wq_b": torch.zeros(4096, 128, dtype=torch.float8_e4m3fn),
+    "wq_b_scale": torch.ones(32, 1),
+    "workspace": WORKSPACE,
+}
+DSA_LAYER: dict[str, Any] = {
+    "geometry": DSA,
+    "backend": "flashmla-sparse",
+    "cache": zero_cache(formats.record("dsa_fp8", 576)),
+    "rope_table": TABLE,
+    "max_tokens": 4,
+    "w_uk": bf16(2, 128, 512),
+    "q_weight": bf16(1536),
+    "kv_weight": bf16(512),
+    "indexer": INDEXER,
+}
+CACHES = (*NO_TENSORS, (pool(), ValueError), (torch.zeros(2, 4, 528), TypeError), (POINT.byte(), ValueError))
+TABLES = (*like(TABLE)[1:], (torch.zeros(16, 128)[:, ::2], ValueError))
+SHARED: dict[str, tuple[tuple[object, type[Exception]], ...]] = {
+    "geometry": ((None, TypeError), ("deepseek-v4.1-flash", TypeError)),
+    "backend": ((3, TypeError), (None, TypeError), ("nonsense", ValueError)),
+    "cache": CACHES,
+    "rope_table": (*TABLES, (None, TypeError)),
+    "max_tokens": (*NOT_INTEGERS, (None, TypeError), (0, ValueError), (-1, ValueError)),
+    "workspace": (("a workspace", TypeError), (4, TypeError)),
+    "record": (("nonsense", ValueError), (3, ValueError), ([], ValueError)),
+    "kv_scale": ((torch.ones(1), ValueError), (3, ValueError)),
+}
+INDEX = ((torch.zeros(4), TypeError), ([0, 1], TypeError), (torch.tensor(1), ValueError))
+STEP: dict[str, Any] = {
+    "q_latent": bf16(4, 128),
+    "kv": bf16(4, 512),
+    "positions": torch.arange(4),
+    "slots": torch.arange(4),
+}
+FP8_STEP: dict[str, Any] = STEP | {"q_latent": STEP["q_latent"].to(torch.float8_e4m3fn), "q_scale": torch.ones(4)}
+FIRST_HALF: dict[str, Any] = {
+    "q_latent": bf16(4, 1536),
+    "kv_latent": bf16(4, 512),
+    "k_pe": bf16(4, 64),
+    "positions": torch.arange(4),
+    "slots": torch.arange(4),
+    "index_key": bf16(4, 128),
+    "top_k": torch.zeros(4, 64, dtype=torch.int32),
+}
+SECOND_HALF: dict[str, Any] = {
+    "q": bf16(4, 2, 192),
+    "positions": torch.arange(4),
+    "index_query": bf16(4, 64, 128),
+    "index_weights": torch.ones(4, 64),
+}
+DTYPE_NAMES = (("bf16", TypeError), (3, TypeError), (torch.float64, TypeError))
+TOKEN_COUNTS = (*NOT_INTEGERS, (None, TypeError), (-1, ValueError), (5, ValueError))
+PRODUCT: dict[str, Any] = {"x": bf16(4, 128), "weight": bf16(4096, 128), "workspace": WORKSPACE}
+ABSORBED: dict[str, Any] = {"x": bf16(4, 2, 128), "weight": bf16(2, 128, 512), "workspace": PACKED}
+
+LAYERS = [
+    *rows_of(
+        "workspace.QueryWorkspace",
+        {"geometry": SMALL, "backend": "flashmla-mega", "max_tokens": 4, "device": "cpu"},
+        {
+            **{name: SHARED[name] for name in ("geometry", "backend", "max_tokens", "record")},
+            "device": ((3, TypeError), (None, TypeError), ("nonsense", ValueError)),
+            "debug": FLAGS,
+        },
+    ),
+    *rows_of(WORKSPACE.view, {"tokens": 4}, {"tokens": TOKEN_COUNTS}),
+    *rows_of(WORKSPACE.whole, {"tokens": 4}, {"tokens": TOKEN_COUNTS}),
+    *rows_of(WORKSPACE.live, {"tokens": 4}, {"tokens": TOKEN_COUNTS}),
+    *rows_of(
+        "workspace.project_query",
+        PRODUCT,
+        {
+            "x": (*like(PRODUCT["x"])[:-1], (bf16(4), ValueError), (bf16(5, 128), ValueError)),
+            "weight": (*like(PRODUCT["weight"]), (bf16(512, 128), ValueError), (bf16(4096), ValueError)),
+            "workspace": ((None, TypeError), ("a workspace", TypeError), (PRODUCT["x"], TypeError)),
+            "x_scale": ((torch.ones(4), ValueError), (POINT, ValueError)),
+            "weight_scale": ((torch.ones(32, 1), ValueError),),
+        },
+    ),
+    *rows_of(
+        "workspace.project_query",
+        ABSORBED,
+        {"x": (*NO_TENSORS, (POINT.bfloat16(), ValueError), (bf16(4, 128), ValueError), (bf16(5, 2, 128), ValueError))},
+    ),
+    *rows_of(
+        "layers.V4Prologue",
+        LAYER,
+        {**SHARED, "wq_b": like(LAYER["wq_b"]), "query_scale_inv": ((torch.ones(1), ValueError),)},
+    ),
+    *rows_of(
+        "layers.V4Prologue",
+        FP8_LAYER,
+        {
+            "wq_b": like(FP8_LAYER["wq_b"]),
+            "wq_b_scale": (*like(FP8_LAYER["wq_b_scale"])[1:], (torch.ones(31, 1), ValueError)),
+            "workspace": (
+                ("a workspace", TypeError),
+                (PACKED, ValueError),
+                (QueryWorkspace(SMALL, "flashmla-mega", 3, device="cpu"), ValueError),
+            ),
+        },
+    ),
+    *rows_of(
+        V4Prologue(**LAYER).prepare,
+        STEP,
+        {
+            "q_latent": (*like(STEP["q_latent"]), (bf16(5, 128), ValueError)),
+            "kv": like(STEP["kv"]),
+            "positions": INDEX,
+            "slots": (*INDEX, (None, TypeError)),
+            "q_scale": ((torch.ones(4), ValueError), (1.0, ValueError)),
+        },
+    ),
+    *rows_of(
+        V4Prologue(**FP8_LAYER).prepare,
+        FP8_STEP,
+        {"q_latent": like(FP8_STEP["q_latent"]), "q_scale": ((None, ValueError),)},
+    ),
+    *rows_of(V4Prologue(**LAYER).explain, {"tokens": 4}, {"tokens": (*NOT_INTEGERS, (-1, ValueError))}),
+    *rows_of(V4Prologue(**LAYER).warmup, {}, {"index_dtype": DTYPE_NAMES}),
+    *rows_of(
+        "layers.DsaPrologue",
+        DSA_LAYER,
+        {
+            **SHARED,
+            **{name: like(DSA_LAYER[name]) for name in ("w_uk", "q_weight", "kv_weight")},
+            "indexer": (("an indexer", TypeError), (DSA, TypeError)),
+            "query_scale": ((torch.ones(1), ValueError),),
+        },
+    ),
+    *rows_of(
+        DsaPrologue(**DSA_LAYER).norm_and_store,
+        FIRST_HALF,
+        {
+            "q_latent": (*like(FIRST_HALF["q_latent"]), (bf16(5, 1536), ValueError)),
+            **{name: like(FIRST_HALF[name]) for name in ("kv_latent", "k_pe")},
+            "positions": INDEX,
+            "slots": INDEX,
+            "index_key": (*like(FIRST_HALF["index_key"])[1:], (None, ValueError)),
+            "top_k": (([1], TypeError), (POINT, TypeError), (torch.zeros(3, 64).int(), ValueError)),
+        },
+    ),
+    *rows_of(
+        DsaPrologue(**DSA_LAYER).prepare,
+        SECOND_HALF,
+        {
+            "q": (*like(SECOND_HALF["q"]), (bf16(5, 2, 192), ValueError)),
+            "positions": INDEX,
+            "index_query": (*like(SECOND_HALF["index_query"])[1:], (None, ValueError)),
+            "index_weights": like(SECOND_HALF["index_weights"]),
+        },
+    ),
+    *rows_of(
+        "warmup.warmup",
+        {"geometry": SMALL, "device": "cpu"},
+        {
+            "geometry": ((None, TypeError), ("deepseek-v4.1-flash", TypeError)),
+            "record": (*WORDS, ("dsa_fp8", ValueError)),
+            "block_size": (*NOT_INTEGERS, (0, ValueError), (-64, ValueError)),
+            "index_block_size": (*NOT_INTEGERS, (0, ValueError)),
+            "layout": WORDS,
+            "padded_heads": (*NOT_INTEGERS, (7, ValueError), (0, ValueError)),
+            **dict.fromkeys(("dtype", "index_dtype", "norm_dtype", "index_norm_dtype"), DTYPE_NAMES),
+            **dict.fromkeys(("index_weights_dtype", "positions_dtype", "table_dtype"), DTYPE_NAMES),
+            "index_record": (*WORDS, ("index_mxfp4", ValueError)),
+            "rope_output": WORDS,
+            "weight": WORDS,
+            "device": ((3, TypeError), ("nonsense", ValueError)),
+            "progress": ((3, TypeError),),
+        },
+    ),
+    *rows_of(
+        "v4.weight_kind",
+        {"weight": FP8_LAYER["wq_b"], "weight_scale": FP8_LAYER["wq_b_scale"]},
+        {
+            "weight": like(FP8_LAYER["wq_b"]),
+            "weight_scale": (*like(FP8_LAYER["wq_b_scale"]), (torch.ones(32, 2)[:, ::2], ValueError)),
+        },
+    ),
+    *[
+        row
+        for function, name, good, bad in (
+            ("interleave_query_rows", "weight", (512, 4), (500, 4)),
+            ("deinterleave_query_rows", "weight", (512, 4), (500, 4)),
+            ("query_chunks", "weight", (512, 4), (500, 4)),
+            ("interleave_query_scales", "scales", (4, 4), (6, 4)),
+            ("interleave_output_columns", "weight", (4, 4096), (4, 512)),
+            ("deinterleave_output_columns", "weight", (4, 4096), (4, 512)),
+            ("interleave_output_scales", "scales", (1, 32), (1, 4)),
+            ("as_chunks", "query", (2, 3, 512), (2, 512)),
+        )
+        for row in rows_of(
+            f"weights.{function}",
+            {name: torch.zeros(good)},
+            {name: (*NO_TENSORS, (POINT, ValueError), (torch.zeros(bad), ValueError))},
+        )
+    ],
+]
+
+
+def title(function: str | Callable[..., object]) -> str:
+    return function if isinstance(function, str) else function.__qualname__
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "name", "value", "error"),
+    LAYERS,
+    ids=[f"{title(row[0])}-{row[2]}-{i}" for i, row in enumerate(LAYERS)],
+)
+def test_a_bad_argument_of_a_layer(
+    function: str | Callable[..., object],
+    good: dict[str, Any],
+    name: str,
+    value: object,
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # CPU tensors go to the reference; its warm-up compiles nothing
+    with backend("reference"):
+        test_a_bad_argument_of_what_is_no_op(function, good, name, value, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        *[("weight", value, error) for value, error in like(INDEXER.weight)],
+        *[("bias", value, error) for value, error in like(INDEXER.bias)],
+        *[("cache", value, error) for value, error in CACHES],
+        *[("record", value, error) for value, error in (*WORDS, (None, ValueError))],
+        *[("rope_table", value, error) for value, error in TABLES],
+        *[("eps", value, error) for value, error in (*NUMBERS, (-1.0, ValueError))],
+        *[(name, value, error) for value, error in NUMBERS for name in ("softmax_scale", "head_scale")],
+    ],
+)
+def test_a_bad_part_of_an_indexer(name: str, value: object, error: type[Exception]) -> None:
+    parts = dataclasses.replace(INDEXER, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(error, match=rf"^indexer\.{name}: deepseek-v3.2 with flashmla-sparse: expected .+; got .+"):
+        DsaPrologue(**{**DSA_LAYER, "indexer": parts})

@@ -477,9 +477,12 @@ def test_a_plan_says_what_is_copied() -> None:
     rotated = v4_layer(
         V41.shard(2), "flashmla-v4", workspace=QueryWorkspace(V41.shard(2), "flashmla-v4", MOST, device="cpu")
     ).explain(tokens)
-    assert rotated.reason.endswith("they are rotated in place") and rotated.bytes["query written"] == tokens * 32 * 128
+    assert (
+        rotated.reason.endswith("they are read, rotated and written in place")
+        and rotated.bytes["query written"] == tokens * 32 * 128
+    )
     whole = v4_layer(V4, "flashmla-v4").explain(tokens)
-    assert "as the projection leaves them, normed and rotated in place" in whole.reason
+    assert "as the projection leaves them: they are read, normed and rotated and written in place" in whole.reason
     assert whole.bytes["query written"] == tokens * 64 * 1024 and whole.expected_us is None
 
     packed = dsa_layer(V32.shard(8), "flashmla-sparse", "dsa_fp8", indexer=False).explain(tokens)
@@ -526,7 +529,7 @@ V32_WHO = r"deepseek-v3\.2 with flashmla-sparse"
             "v4",
             {"workspace": QueryWorkspace(V41.shard(4), "flashmla-mega", 9, device="cpu")},
             ValueError,
-            f"workspace: {V41_WHO}: expected chunk_interleaved bf16, 32 of 64 heads, on cpu; got .* 16 of 64 heads",
+            f"workspace: {V41_WHO}: expected chunk_interleaved bf16, 32 of 64 heads of 512 dims, on cpu; got .* 16 of",
         ),
         (
             "v4",
@@ -560,7 +563,7 @@ V32_WHO = r"deepseek-v3\.2 with flashmla-sparse"
             "dsa",
             {"workspace": QueryWorkspace(V32.shard(4), "flashmla-sparse", 9, device="cpu")},
             ValueError,
-            f"workspace: {V32_WHO}: expected packed bf16, 16 of 64 heads, on cpu; got packed bf16, 32 of 64",
+            f"workspace: {V32_WHO}: expected packed bf16, 16 of 64 heads of 576 dims, on cpu; got packed bf16, 32",
         ),
     ],
 )

@@ -239,9 +239,29 @@ def test_what_is_measured_decides_the_form() -> None:
     assert policy.projection(h200, "bf16", tokens=257)[0] == Projection.MATMUL
     assert policy.projection(h200, "bf16", tokens=1, norm=True)[0] == Projection.MATMUL
     assert policy.projection(other, "bf16", tokens=1)[0] == Projection.MATMUL
-    assert policy.projection(h200, "mx", tokens=9000, matmul=policy.library_multiplies("mx", "head_major", 9000)) == (
+    assert policy.projection(
+        h200, "mx", tokens=9000, matmul=policy.library_multiplies("mx", "head_major", 9000, 1024)
+    ) == (
         Projection.KERNEL,
         "no library matmul takes these operands and writes where attention reads",
     )
-    assert not policy.library_multiplies("e4m3", "chunk_interleaved", 8)
-    assert not policy.library_multiplies("e4m3", "head_major", 9) and policy.library_multiplies("e4m3", "head_major", 8)
+    takes = policy.library_multiplies
+    assert not takes("e4m3", "chunk_interleaved", 8, 1024) and not takes("e4m3", "head_major", 9, 1024)
+    assert takes("e4m3", "head_major", 8, 1536) and not takes("e4m3", "head_major", 8, 1280)  # V4.1's rank
+    assert policy.projection(other, "e4m3", tokens=512)[0] == Projection.KERNEL
+
+
+def test_a_choice_is_not_traced(device: str) -> None:
+    """``torch.compile`` takes the default form, which is chosen in the op."""
+    call = dataclasses.replace(_BF16, rope=True).build(5, device)
+    arguments = {**call.arguments, "form": None}
+    eager = call.run()["out"]
+    call.memory["out"].zero_()
+
+    def step(x: Tensor) -> Tensor:
+        return v4.project_query_kv_insert(**{**arguments, "x": x})
+
+    torch.compile(step, fullgraph=True, backend="aot_eager")(arguments["x"])
+    heads = call.memory["out"][:, :HEADS].contiguous().view(torch.uint8).cpu().flatten()
+    expected = eager.view(5, PADDED, 1024)[:, :HEADS].flatten()
+    assert torch.equal(heads, expected)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from preattn import dsa, formats, policy, v4
 from preattn.dispatch import Backend, backend
+from preattn.weights import as_chunks
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on CPU tensors in Triton's interpreter only"),
@@ -234,6 +235,8 @@ INDEX = st.sampled_from((torch.int64, torch.int32))
 TABLES = st.sampled_from((FP32, BF16))
 PAIRINGS = st.sampled_from(("interleaved", "half_split"))
 FLAG = st.booleans()
+PROJECTED = st.sampled_from((0, 1, 3, 17, 40, 70))  # both orders of the product; KV programs with more than one batch
+PADDING = st.integers(0, 3)
 
 
 @examples(60)
@@ -310,6 +313,68 @@ def test_v4_pad_query(number: int, tokens: int, heads: int, data: st.DataObject)
     query = memory.rows(tokens, heads, 512, dtype=dtype, inner=1 if layout == "head_major" else 2)
     out = memory.tensor(tokens, padded, 512, dtype=dtype, inner=2, written=True) if data.draw(FLAG) else None
     memory.check(v4.pad_query, query=query, padded_heads=padded, layout=layout, out=out)
+
+
+def projection(memory: Memory, tokens: int, heads: int, data: st.DataObject) -> dict[str, Any]:
+    """Operands of a projection whose sums are exact in any order: small integers, scales that are powers of two."""
+
+    def integers(view: Tensor) -> Tensor:
+        return view.copy_(torch.randint(-4, 5, view.shape, generator=memory.generator))
+
+    def exponents(view: Tensor) -> Tensor:
+        return view.copy_(torch.randint(-2, 3, view.shape, generator=memory.generator))
+
+    kind, layout = data.draw(st.sampled_from(("bf16", "e4m3", "mx"))), data.draw(st.sampled_from(policy.LAYOUTS))
+    rank, padded = data.draw(st.sampled_from((64, 128) if kind == "bf16" else (128,))), heads + data.draw(PADDING)
+    dtype, rows = BF16 if kind == "bf16" else E4M3, heads * 512
+    operands: dict[str, Any] = {
+        "x": integers(memory.tensor(tokens, rank, dtype=dtype)),
+        "weight": integers(memory.tensor(rows, rank, dtype=dtype)),
+        "layout": layout,
+        "form": data.draw(st.sampled_from(("kernel", "kernel", "kernel", "matmul"))) if kind == "bf16" else "kernel",
+    }
+    if kind != "bf16":
+        shape = (tokens, rank // 128) if data.draw(FLAG) else (tokens,)
+        operands["x_scale"] = exponents(memory.tensor(*shape, dtype=FP32, inner=0, unit=4)).exp2_()
+        if kind == "e4m3":
+            scale = memory.tensor(rows // 128, rank // 128, dtype=FP32, inner=2, unit=4, gap=False)
+            operands["weight_scale"] = exponents(scale).exp2_()
+        else:
+            codes = memory.tensor(rows, rank // 32, dtype=torch.uint8, inner=2, unit=1, gap=False)
+            operands["weight_scale"] = codes.random_(125, 130, generator=memory.generator)
+    out = memory.tensor(tokens, padded, 512, dtype=BF16, inner=2, written=True)
+    memory.own(as_chunks(out)[:, :, :heads] if layout == "chunk_interleaved" else out[:, :heads])
+    return {**operands, "out": out}
+
+
+@examples(40)
+@given(NUMBERS, PROJECTED, st.sampled_from((1, 2, 3)), st.data())
+def test_v4_project_query(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
+    memory = Memory(number)
+    memory.check(v4.project_query, **projection(memory, tokens, heads, data))
+
+
+@examples(40)
+@given(NUMBERS, PROJECTED, st.sampled_from((1, 2, 3)), st.data())
+def test_v4_project_query_kv_insert(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
+    memory = Memory(number)
+    operands = projection(memory, tokens, heads, data)
+    major, record = operands["layout"] == "head_major", data.draw(st.sampled_from(list(v4.RECORDS)))
+    cache, slots = memory.paged(v4.RECORDS[record], tokens, data.draw(INDEX))
+    table = memory.table(data.draw(TABLES), 2 if memory.maybe() else 16)
+    memory.check(
+        v4.project_query_kv_insert,
+        **operands,
+        kv=memory.rows(tokens, 512, dtype=BF16),
+        cache=cache,
+        slots=slots,
+        positions=memory.positions(tokens, table, data.draw(INDEX)),
+        rope_table=table,
+        record=record,
+        query_rope=major and data.draw(FLAG),
+        query_norm_eps=data.draw(st.sampled_from((None, 1e-6, 0.0))) if major else None,
+        kv_scale=memory.scale(-100, 100) if record == "fp8" else None,
+    )
 
 
 @examples(60)

@@ -130,7 +130,7 @@ def test_a_touched_tail_is_found_and_named() -> None:
     workspace = QueryWorkspace(V41.shard(2), "flashmla-mega", 9, device="cpu", debug=True)
     workspace.view(9)
     weights.as_chunks(workspace.buffer)[3, 7, 40, 5] = -0.0  # any bit counts
-    with pytest.raises(RuntimeError, match=r"a step of 2 tokens left a padding head .* first at \(3, 7, 8, 5\)"):
+    with pytest.raises(RuntimeError, match=r"step 2, of 2 tokens, left a padding head .* first at \(3, 7, 8, 5\)"):
         workspace.view(2)
     quiet = QueryWorkspace(V41.shard(2), "flashmla-mega", 9, device="cpu")
     weights.as_chunks(quiet.buffer)[3, 7, 40, 5] = 1.0

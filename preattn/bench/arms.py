@@ -12,7 +12,7 @@ from .. import dsa, tuning, v4, weights
 from ..cases.base import Call, Case, rope_table
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
 from ..cases.v4 import KvCase, PadCase, ProjectCase, V4Case
-from ..policy import Form, Projection
+from ..policy import Form, Projection, library_multiplies
 from . import peers
 
 Arm = Callable[[], Any]
@@ -133,13 +133,10 @@ def _project_arms(case: ProjectCase, call: Call, vllm: peers.Vllm | None) -> dic
     chosen = {name: value for name, value in a.items() if name != "form"}
     arms: dict[str, Arm] = {"preattn": lambda: call.function(**chosen)}
     for form in Projection:
-        try:
-            call.function(**chosen, form=form)
-        except ValueError:
-            continue  # these operands have no such form, or no layout that it takes
-        arms[form] = lambda form=form: call.function(**chosen, form=form)  # type: ignore[misc]
-    if case.weight == "e4m3" and tokens % 4:
-        return arms  # torch._scaled_mm does not take a column of scales of another length
+        if form == Projection.KERNEL or library_multiplies(case.weight, case.layout, tokens, case.rank):
+            arms[form] = lambda form=form: call.function(**chosen, form=form)  # type: ignore[misc]
+    if case.weight == "e4m3" and not library_multiplies("e4m3", "head_major", tokens, case.rank):
+        return arms  # there is no plain projection
     arms["plain_projection"] = multiply
     arms["then_one_launch"] = then(lambda: v4.query_kv_insert(**query))
     peer = peers.v4_query_kv(vllm, replace(call, arguments=query)) if vllm is not None else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import formats, v4
-from ..policy import Form, Layout, Projection, WeightKind, v4_bytes, v4_project_bytes
+from ..policy import Form, Layout, Projection, WeightKind, library_multiplies, v4_bytes, v4_project_bytes
 from .base import Call, activations, poisoned, pool_and_slots, rope_table
 
 
@@ -230,11 +230,16 @@ class ProjectCase:
                 "layout": self.layout,
                 "x_scale": x_scale,
                 "weight_scale": weight_scale,
-                "form": self.form,
+                "form": self._form(tokens),
             },
             {**step.memory, "out": out},
             self.moved(tokens),
         )
+
+    def _form(self, tokens: int) -> Projection:
+        """The case's form, where it takes so many tokens: torch scales blocks of multiples of 4."""
+        takes = library_multiplies(self.weight, self.layout, tokens, self.rank)
+        return self.form if takes else Projection.KERNEL
 
     def moved(self, tokens: int) -> int:
         """Bytes a call moves."""
@@ -297,6 +302,7 @@ PROJECT_CASES: tuple[ProjectCase, ...] = (
     ProjectCase(1, 4, weight="mx", norm=True, grouped=True),
     ProjectCase(3, 8, layout="chunk_interleaved", weight="mx"),
     ProjectCase(2, 4, rope=True, form=Projection.MATMUL),
+    ProjectCase(2, 4, weight="e4m3", rope=True, grouped=True, rank=512, form=Projection.MATMUL),
     ProjectCase(2, 4, record="v4_fp8", norm=True, rope=True, form=Projection.MATMUL),
     ProjectCase(8, 64, layout="chunk_interleaved", form=Projection.MATMUL),
 )

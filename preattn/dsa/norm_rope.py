@@ -85,7 +85,8 @@ def norm_rope_insert(
         cache: [num_blocks, block_size, width] as :func:`preattn.formats.cache_view` makes it. The page stride
             is ``cache.stride(0)``. None where ``slots`` is None.
         slots: [S <= T] int32 or int64, ``block * block_size + offset``. Rows past S and slots outside the cache
-            are not stored. Slots of one call are distinct. None: nothing is stored, in neither cache.
+            are not stored. Slots of one call are distinct (else see ``docs/debugging.md``). None: nothing is stored,
+            in neither cache.
         positions: [T] int32 or int64, below the length of the tables.
         rope_table: [max_position, 64] float32 or bf16: 32 cosines, 32 sines. None without RoPE.
         record: ``dsa_fp8``, ``bf16`` or ``fp8``.

@@ -29,9 +29,13 @@ def fma(a, b, c):
 
 @triton.jit
 def upcast(x):
-    """bf16, fp16, e4m3 or float32 -> float32, exactly (the interpreter loses bits of bf16 subnormals by itself)."""
+    """bf16, fp16, e4m3 or float32 -> float32, exactly (the interpreter loses bits of bf16 subnormals and
+    reads NaN codes of e4m3 as numbers)."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif INTERPRETED and x.dtype == tl.float8e4nv:
+        code = x.to(tl.uint8, bitcast=True)
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), x.to(tl.float32))
     else:
         return x.to(tl.float32)
 

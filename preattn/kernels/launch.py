@@ -63,7 +63,9 @@ class Tile(NamedTuple):
 
     def descriptor(self) -> TensorDescriptor:
         """What Triton takes."""
-        return TensorDescriptor(self.matrix, list(self.matrix.shape), list(self.matrix.stride()), list(self.block))
+        rows, columns = self.matrix.shape
+        stride = self.matrix.stride(0) if rows > 1 else columns  # a single row's may be anything
+        return TensorDescriptor(self.matrix, [rows, columns], [stride, 1], list(self.block))
 
     @staticmethod
     def pointer(dtype: torch.dtype, block: tuple[int, int]) -> TensorDescriptor:

@@ -118,6 +118,8 @@ class Prologue:
 
     def _settle(self, family: Family, query_scale: str) -> None:
         """Negotiate, and check what the families share."""
+        checks.instance("geometry", self.geometry, Geometry)
+        checks.instance(self._named("cache"), self.cache, Tensor)
         model, device = self.geometry, self.cache.device
         if model.family != family:
             raise ValueError(f"{self._named('geometry')}: expected a {family} model; got a {model.family} model")
@@ -125,7 +127,7 @@ class Prologue:
         object.__setattr__(self, "agreement", agreed)
         formats.check_cache(self._named("cache"), self.cache, formats.record(agreed.record, model.key_dim))
         if self.rope_table is not None or model.rope.dim:
-            checks.tensor(self._named("rope_table"), self.rope_table, checks.TABLE_DTYPES, (None, 64), device)
+            checks.table(self._named("rope_table"), self.rope_table, device)
         for name, needed, what in (
             ("kv_scale", agreed.record == "fp8", f"{agreed.record} records"),
             (query_scale, self._fp8, f"{agreed.query_dtype} queries"),
@@ -136,12 +138,15 @@ class Prologue:
                 raise ValueError(f"{self._named(name)}: expected {expected} for {what}; got {got}")
             if scale is not None:
                 checks.scale(self._named(name), scale, device)
-        if self.max_tokens < 1:
-            raise ValueError(f"{self._named('max_tokens')}: expected at least 1; got {self.max_tokens}")
+        checks.integer(self._named("max_tokens"), self.max_tokens, least=1)
         if self.workspace is not None:
+            checks.instance(self._named("workspace"), self.workspace, QueryWorkspace)
             theirs, buffer = self.workspace.agreement, self.workspace.buffer
-            want = f"{agreed.form} {agreed.query_dtype}, {model.heads} of {agreed.padded_heads} heads, on {device}"
-            have = f"{theirs.form} {theirs.query_dtype}, {self.workspace.heads} of {theirs.padded_heads} heads, "
+            dims = model.latent_dim + (model.rope.dim if model.family == "dsa" else 0)
+            of = f"{model.heads} of {agreed.padded_heads} heads of {dims} dims"
+            want = f"{agreed.form} {agreed.query_dtype}, {of}, on {device}"
+            of = f"{self.workspace.heads} of {theirs.padded_heads} heads of {buffer.shape[2]} dims"
+            have = f"{theirs.form} {theirs.query_dtype}, {of}, "
             if want != have + f"on {buffer.device}":
                 raise ValueError(f"{self._named('workspace')}: expected {want}; got {have}on {buffer.device}")
             if len(buffer) < self.max_tokens:

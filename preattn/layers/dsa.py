@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import checks, dsa, formats, policy
 from ..dsa import Latents, Query
 from ..dsa.arguments import WEIGHTS
+from ..geometry import Geometry
 from .base import Prologue
 
 _BF16 = (torch.bfloat16,)
@@ -61,6 +62,7 @@ class DsaPrologue(Prologue):
     _absorbs: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        checks.instance("geometry", self.geometry, Geometry)
         if self.indexer is None:  # said by the layer, so that plans do not count what it does not have
             object.__setattr__(self, "geometry", replace(self.geometry, indexer=None))
         self._settle("dsa", "query_scale")
@@ -71,14 +73,20 @@ class DsaPrologue(Prologue):
         checks.tensor(self._named("kv_weight"), self.kv_weight, norms, (model.latent_dim,), device)
         if (parts := self.indexer) is None:
             return
+        checks.instance(self._named("indexer"), parts, IndexerParts)
         if model.indexer is None or model.indexer.rope is None or model.indexer.rope.placement != "first":
             raise ValueError(f"{self._named('indexer')}: expected None: the model's indexer is not one of DSA's")
-        if parts.record not in dsa.INDEX_RECORDS:
+        if parts.record not in tuple(dsa.INDEX_RECORDS):
             choices = " or ".join(dsa.INDEX_RECORDS)
             raise ValueError(f"{self._named('indexer.record')}: expected {choices}; got {parts.record!r}")
         formats.check_cache(self._named("indexer.cache"), parts.cache, dsa.INDEX_RECORDS[parts.record])
         for name, tensor in (("indexer.weight", parts.weight), ("indexer.bias", parts.bias)):
             checks.tensor(self._named(name), tensor, norms, (dsa.INDEX_DIM,), device)
+        if parts.rope_table is not None:
+            checks.table(self._named("indexer.rope_table"), parts.rope_table, device)
+        checks.number(self._named("indexer.eps"), parts.eps, least=0)
+        checks.number(self._named("indexer.softmax_scale"), parts.softmax_scale)
+        checks.number(self._named("indexer.head_scale"), parts.head_scale)
 
     def norm_and_store(
         self,
@@ -157,13 +165,13 @@ class DsaPrologue(Prologue):
             index |= {"softmax_scale": self.indexer.softmax_scale, "head_scale": self.indexer.head_scale}
         q_nope, q_pe = q.split([model.nope_dim, model.rope.dim], -1)
         cast = self.query_scale if self._absorbs and tokens >= policy.ABSORB_KERNEL_TOKENS else None
-        out = None if self.workspace is None else self.workspace.view(tokens)
+        out = None if self.workspace is None else self.workspace.whole(tokens)
         latent: Tensor | None = None
         if pair or not self._in_place or (self._fp8 and cast is None):
             latent = dsa.absorb_query(q_nope, self.w_uk, query_scale=cast, rope_dim=0)
         else:
             out = dsa.absorb_query(q_nope, self.w_uk, query_scale=cast, rope_dim=model.rope.dim, out=out)
-        return dsa.query(
+        query = dsa.query(
             q_pe,
             latent,
             positions,
@@ -175,6 +183,9 @@ class DsaPrologue(Prologue):
             out=out,
             **index,
         )
+        if self.workspace is not None:
+            self.workspace.view(tokens)  # in debug mode: verified
+        return query
 
     def _warmup_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"norm_dtype": self.q_weight.dtype}

@@ -37,6 +37,8 @@ class V4Prologue(Prologue):
         shape = (self.geometry.heads * weights.HEAD_DIM, self.geometry.q_rank)
         dtype = torch.bfloat16 if wq_b_scale is None else torch.float8_e4m3fn
         checks.tensor(self._named("wq_b"), wq_b, (dtype,), shape, self.cache.device)
+        checks.rows(self._named("wq_b"), wq_b)
+        checks.aligned(self._named("wq_b"), wq_b)
         if wq_b_scale is not None:
             if self.workspace is None or self._fp8:
                 what = "a workspace" if self.workspace is None else "a bf16 query"
@@ -67,6 +69,11 @@ class V4Prologue(Prologue):
         """
         model, agreed = self.geometry, self.agreement
         tokens = self._tokens("q_latent", q_latent, model.q_rank, dtype=self.weight.dtype)
+        if (q_scale is None) != (self.weight_scale is None):
+            expected, got = (
+                ("None with a bf16", "a tensor") if q_scale is not None else ("a tensor with an e4m3", "None")
+            )
+            raise ValueError(f"{self._named('q_scale')}: expected {expected} weight; got {got}")
         assert self.rope_table is not None
         step: dict[str, Any] = {
             "kv": kv,
@@ -92,14 +99,15 @@ class V4Prologue(Prologue):
         if in_place and self._interleaved:  # already as attention reads it, which norms and rotates it itself
             v4.kv_insert(**step)
             return query
-        return v4.query_kv_insert(
+        written = v4.query_kv_insert(
             query,
             **step,
             **change,
             padded_heads=agreed.padded_heads,
             query_scale_inv=self.query_scale_inv,
-            out=query if in_place else None if self.workspace is None else self.workspace.view(tokens),
+            out=query if in_place else None if self.workspace is None else self.workspace.whole(tokens),
         )
+        return written if self.workspace is None else self.workspace.view(tokens)
 
     @property
     def _interleaved(self) -> bool:

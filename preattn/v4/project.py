@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,8 @@ def project_query(
         layout: ``head_major`` [T, P, 512], or ``chunk_interleaved``: the same storage read as [T, 32, P, 16].
         x_scale: float32, e4m3 only: [T], or [T, rank / 128] for scales of 128 dims of a token.
         weight_scale: e4m3 only: [H * 4, rank / 128] float32, a scale for 128 x 128 of the weight (DeepSeek's
-            checkpoints); or [H * 512, rank / 32] UE8M0 (uint8 or float8_e8m0fnu), one for 32 of a row (OCP MX).
+            checkpoints); or [H * 512, rank / 32] UE8M0 (uint8 or float8_e8m0fnu), one for 32 of a row (OCP MX). A
+            product of the two scales that overflows float32 is not finite.
         form: :class:`~preattn.policy.Projection`, or None: what was measured faster. ``matmul`` is the library's, and a
             bf16 query is that of the plain ``x @ weight.T`` to the bit. ``kernel`` is our own; e4m3 products are summed
             and scaled a block at a time in float32, so the query lies within a bf16 rounding, and what the
@@ -49,10 +52,10 @@ def project_query(
         ValueError: a shape, stride, alignment, device or combination that does not fit.
         RuntimeError: the launch is not compiled and the stream is under graph capture (see ``warmup``).
     """
-    chosen = _check_projection(x, weight, out, layout, x_scale, weight_scale, False, form)
-    interleaved, kernel = layout == "chunk_interleaved", chosen == Projection.KERNEL
-    scales = (x_scale, _codes(weight_scale))
-    _project(x, weight, *scales, out, None, None, None, None, None, None, interleaved, None, False, None, kernel)
+    _check_projection(x, weight, out, layout, x_scale, weight_scale, form)
+    alone = (None, None, None, None, None, None)  # kv, cache, slots, positions, rope_table, record
+    interleaved = layout == "chunk_interleaved"
+    _project(x, weight, x_scale, _codes(weight_scale), out, *alone, interleaved, None, False, None, form)
     return out
 
 
@@ -88,7 +91,7 @@ def project_query_kv_insert(
     Raises:
         TypeError, ValueError, RuntimeError: as the two.
     """
-    chosen = _check_projection(x, weight, out, layout, x_scale, weight_scale, query_norm_eps is not None, form)
+    _check_projection(x, weight, out, layout, x_scale, weight_scale, form)
     _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, x.shape[0], x.device)
     if kv.dtype != torch.bfloat16:
         raise TypeError(f"kv: expected dtype torch.bfloat16; got {kv.dtype}")
@@ -101,7 +104,6 @@ def project_query_kv_insert(
             "layout: expected head_major with query_rope or query_norm_eps; got chunk_interleaved, whose attention "
             "kernel norms and rotates the query itself"
         )
-    kernel = chosen == Projection.KERNEL
     _project(
         x,
         weight,
@@ -118,7 +120,7 @@ def project_query_kv_insert(
         query_norm_eps,
         query_rope,
         kv_scale,
-        kernel,
+        form,
     )
     return out
 
@@ -133,10 +135,9 @@ def _check_projection(
     layout: Layout,
     x_scale: Tensor | None,
     weight_scale: Tensor | None,
-    norm: bool,
     form: str | None,
-) -> Projection:
-    """Check the operands; how they are multiplied."""
+) -> None:
+    """Check the operands, and that they can be multiplied in the form asked for."""
     checks.tensor("x", x, (torch.bfloat16, torch.float8_e4m3fn), (None, None))
     tokens, rank = x.shape
     checks.tensor("weight", weight, (x.dtype,), (None, rank), x.device)
@@ -157,7 +158,15 @@ def _check_projection(
     kind = _check_scales(x, weight, x_scale, weight_scale)
     if form is not None and form not in policy.PROJECTIONS:
         raise ValueError(f"form: expected one of {', '.join(policy.PROJECTIONS)} or None; got {form!r}")
-    return _chosen(x, x_scale, kind, layout, norm, form)
+    matmul, kernel = _forms(x, x_scale, kind, interleaved=layout == "chunk_interleaved")
+    if (form == Projection.MATMUL and not matmul) or (form == Projection.KERNEL and not kernel):
+        needs = (
+            "bf16 operands, or block-scaled e4m3 ones in head-major layout with a rank that is a multiple of 512, "
+            "column-major x_scale [T, rank / 128] and T a multiple of 4"
+            if form == Projection.MATMUL
+            else "a rank that is a multiple of 64"
+        )
+        raise ValueError(f"form: expected {needs} for {form}; got {kind} operands of rank {x.shape[1]}, {layout}")
 
 
 def _check_scales(x: Tensor, weight: Tensor, x_scale: Tensor | None, weight_scale: Tensor | None) -> WeightKind:
@@ -183,7 +192,10 @@ def weight_kind(weight: Tensor, weight_scale: object, name: str = "weight_scale"
     Raises:
         TypeError, ValueError: they are not those of :func:`project_query`; ``name`` is what the message calls them.
     """
+    checks.tensor("weight", weight, (torch.float8_e4m3fn,), (None, None))
     rows, rank = weight.shape
+    if rank % 128 or not rank:
+        raise ValueError(f"weight: expected a rank that is a positive multiple of 128 in e4m3; got {rank}")
     if not isinstance(weight_scale, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor for e4m3 operands; got {type(weight_scale).__name__}")
     checks.tensor(name, weight_scale, (torch.float32, *_MX_SCALES), (None, None), weight.device)
@@ -197,30 +209,39 @@ def weight_kind(weight: Tensor, weight_scale: object, name: str = "weight_scale"
     return kind
 
 
-def _chosen(
-    x: Tensor, x_scale: Tensor | None, kind: WeightKind, layout: Layout, norm: bool, form: str | None
-) -> Projection:
-    """The form that runs.
-
-    Raises:
-        ValueError: ``form`` asks for what these operands do not have.
-    """
+def _forms(x: Tensor, x_scale: Tensor | None, kind: WeightKind, *, interleaved: bool) -> tuple[bool, bool]:
+    """Whether the library's matmul takes these operands, and whether our kernel does."""
     tokens, rank = x.shape
     columns = x_scale is None or (x_scale.dim() == 2 and x_scale.stride() == (1, tokens))
-    matmul = columns and policy.library_multiplies(kind, layout, tokens)
-    kernel = rank > 0 and rank % 64 == 0
-    if form is None:
-        device = policy.current_device(x.device.index if x.is_cuda else None)
-        form, _ = policy.projection(device, kind, tokens=tokens, norm=norm, matmul=matmul, kernel=kernel)
-    elif (form == Projection.MATMUL and not matmul) or (form == Projection.KERNEL and not kernel):
-        needs = (
-            "bf16 operands, or block-scaled e4m3 ones in head-major layout with column-major x_scale [T, rank / 128] "
-            "and T a multiple of 4"
-            if form == Projection.MATMUL
-            else "a rank that is a multiple of 64"
-        )
-        raise ValueError(f"form: expected {needs} for {form}; got {kind} operands of rank {rank}, {layout}")
-    return Projection(form)
+    layout: Layout = "chunk_interleaved" if interleaved else "head_major"
+    return columns and policy.library_multiplies(kind, layout, tokens, rank), rank > 0 and rank % 64 == 0
+
+
+@lru_cache
+def _scales_blocks(index: int) -> bool:
+    """Whether torch's matmul scales blocks on a CUDA device: its library does so on Hopper alone."""
+    return torch.cuda.get_device_capability(index)[0] == 9
+
+
+def _chosen(
+    x: Tensor, x_scale: Tensor | None, kind: WeightKind, form: str | None, *, interleaved: bool, norm: bool
+) -> Projection:
+    """The form that runs: chosen in the op, where the device is real, and not when a call of it is traced.
+
+    Raises:
+        ValueError: ``form`` asks for what this device does not have.
+    """
+    matmul, kernel = _forms(x, x_scale, kind, interleaved=interleaved)
+    if kind != "bf16" and x.is_cuda and not _scales_blocks(x.device.index):
+        matmul = False
+        if form == Projection.MATMUL:
+            raise ValueError(
+                f"form: expected kernel for e4m3 operands on {torch.cuda.get_device_name(x.device)}; got {form}"
+            )
+    if form is not None:
+        return Projection(form)
+    device = policy.current_device(x.device.index if x.is_cuda else None)
+    return policy.projection(device, kind, tokens=x.shape[0], norm=norm, matmul=matmul, kernel=kernel)[0]
 
 
 def _codes(weight_scale: Tensor | None) -> Tensor | None:
@@ -249,17 +270,27 @@ def _project_impl(
     norm_eps: float | None,
     rope: bool,
     kv_scale: Tensor | None,
-    kernel: bool,
+    form: str | None,
 ) -> None:
     written = [("out", out)] if cache is None else [("out", out), ("cache", cache)]
     for name, tensor in (("x", x), ("weight", weight), *written):
         checks.aligned(name, tensor)
     for name, tensor in written:
-        for other_name, other in (("x", x), ("weight", weight), ("kv", kv)):
+        for other_name, other in (
+            ("x", x),
+            ("weight", weight),
+            ("kv", kv),
+            ("x_scale", x_scale),
+            ("weight_scale", weight_scale),
+        ):
             if other is not None:
                 checks.disjoint(name, tensor, other_name, other)
+    if cache is not None:
+        checks.disjoint("cache", cache, "out", out)
     if kv is not None:
         checks.aligned("kv", kv)
+    kind = _kind(weight_scale)
+    kernel = _chosen(x, x_scale, kind, form, interleaved=interleaved, norm=norm_eps is not None) == Projection.KERNEL
     fused = kernel and (norm_eps is None or x.shape[0] <= policy.FUSED_NORM_TOKENS)
     if not use_kernels(x):
         reference.project(x, weight, x_scale, weight_scale, out, interleaved=interleaved)
@@ -269,7 +300,7 @@ def _project_impl(
         from ..kernels import v4 as kernels
 
         norms = fused and norm_eps is not None
-        path = policy.project_path(_kind(weight_scale), norm=norms)
+        path = policy.project_path(kind, norm=norms)
         kernels.launch_project(
             x,
             weight,
@@ -281,7 +312,7 @@ def _project_impl(
             interleaved=interleaved,
             norm_eps=norm_eps if fused else None,
             rope=rope and fused,
-            kv_scale=kv_scale,
+            kv_scale=kv_scale if fused else None,
             config=policy.launch_config(x.device.index, path, x.shape[0]),
         ).run(x.device)
         if fused:
@@ -301,6 +332,9 @@ def _matmul(
 ) -> None:
     """The library's matmul; only its output's strides differ from those of a plain projection."""
     if holding():  # nothing of it is ours to compile
+        return
+    if x_scale is not None and not x.is_cuda:  # torch scales blocks on GPUs alone
+        reference.project(x, weight, x_scale, weight_scale, out, interleaved=interleaved)
         return
     heads = weight.shape[0] // HEAD_DIM
     if interleaved:
@@ -324,6 +358,6 @@ def _kind(weight_scale: Tensor | None) -> WeightKind:
 _project = define_op(
     "v4_project_query_kv_insert(Tensor x, Tensor weight, Tensor? x_scale, Tensor? weight_scale, Tensor(a!) out, "
     "Tensor? kv, Tensor(b!)? cache, Tensor? slots, Tensor? positions, Tensor? rope_table, "
-    "str? record, bool interleaved, float? norm_eps, bool rope, Tensor? kv_scale, bool kernel) -> ()",
+    "str? record, bool interleaved, float? norm_eps, bool rope, Tensor? kv_scale, str? form) -> ()",
     _project_impl,
 )

@@ -46,7 +46,8 @@ def query_kv_insert(
         cache: [num_blocks, block_size, width] as :func:`preattn.formats.cache_view` makes it; rows are
             stored at ``slots``. The page stride is ``cache.stride(0)``.
         slots: [S <= T] int32 or int64, ``block * block_size + offset``. Rows past S and slots outside the
-            cache are not stored; their query is processed all the same. Slots of one call are distinct.
+            cache are not stored; their query is processed all the same. Slots of one call are distinct
+            (else see ``docs/debugging.md``).
         positions: [T] int32 or int64, below ``len(rope_table)``.
         rope_table: [max_position, 64] float32 or bf16: 32 cosines, 32 sines.
         record: ``v41_mxfp8``, ``v4_fp8``, ``bf16`` or ``fp8``.
@@ -336,6 +337,7 @@ def _query_kv_insert_impl(
 ) -> None:
     checks.all_aligned((("query", query), ("kv", kv), ("cache", cache), ("out", out)))
     checks.disjoint("out", out, "kv", kv)
+    checks.disjoint("cache", cache, "out", out)
     checks.disjoint("cache", cache, "kv", kv)
     in_place = _in_place(query, out, interleaved)
     arguments: dict[str, Any] = {

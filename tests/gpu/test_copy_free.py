@@ -60,7 +60,7 @@ def test_the_tail_stays_zero(name: str) -> None:
         assert not tokens or query.data_ptr() == workspace.buffer.data_ptr()
     buffer = weights.as_chunks(workspace.buffer) if name == "flashmla-mega" else workspace.buffer[:, None]
     buffer[5, 0, -1, -1] = 1  # the last padding head of some token
-    with pytest.raises(RuntimeError, match="a step of 9 tokens left a padding head that is not"):
+    with pytest.raises(RuntimeError, match="of 9 tokens, left a padding head that is not"):
         prologue.prepare(*step(prologue.geometry, 9, 99))
 
 

@@ -101,7 +101,7 @@ def _product_tile(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile of the product, stored, and where it is the last of its head, the head normed."""
+    """One tile of the product, normed and rotated as asked, stored."""
     TILES: tl.constexpr = HEADS * 512 // COLUMNS
     SWAPPED: tl.constexpr = ROWS < 64
     group = tile // (GROUP * TILES)
@@ -178,7 +178,7 @@ def _product_tile(
     tl.store(row + target[None, :], value, mask=stored)
 
 
-@triton.jit(do_not_specialize=PROJECT_SCALARS, do_not_specialize_on_alignment=[*UNALIGNED, "x_scale"])
+@triton.jit(do_not_specialize=PROJECT_SCALARS, do_not_specialize_on_alignment=[*UNALIGNED, "x_scale", "weight_scale"])
 def _project_kernel(
     x,
     weight,
