@@ -55,6 +55,13 @@ class Family(StrEnum):
 
     v4 = "v4"
     dsa = "dsa"
+
+
+class Results(StrEnum):
+    """``bench --family``: a file of results."""
+
+    v4 = "v4"
+    dsa = "dsa"
     projection = "projection"
 
 
@@ -486,7 +493,7 @@ def tune(
 def bench(
     output: Annotated[Path, typer.Option(help="Folder for <device>/<family>.json.")] = Path("results"),
     peers: Annotated[Path | None, typer.Option(help="A folder with vllm_peer.py; an installed vLLM otherwise.")] = None,
-    family: Annotated[Family | None, typer.Option(help="One family of ops; by default both.")] = None,
+    family: Annotated[Results | None, typer.Option(help="One family of suites; by default all.")] = None,
     suites: Annotated[str | None, typer.Option(help="Comma-separated suites; by default all.")] = None,
     arms: Annotated[str | None, typer.Option(help="Comma-separated arms beside ours; by default all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The largest step of each suite alone.")] = False,

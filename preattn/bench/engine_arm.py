@@ -184,12 +184,12 @@ def environment() -> dict[str, Any]:
 
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": run._driver(),
+        "driver": run.driver(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "vllm": vllm.__version__,
         "preattn": preattn.__version__,
-        "commit": os.environ.get("PREATTN_COMMIT") or run._commit(),
+        "commit": os.environ.get("PREATTN_COMMIT") or run.commit(),
         "plugins": os.environ.get("VLLM_PLUGINS"),
     }
 

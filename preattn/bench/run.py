@@ -242,12 +242,12 @@ def header(vllm: peers.Vllm | None) -> dict[str, Any]:
     index = torch.cuda.current_device()
     return {
         "device": torch.cuda.get_device_name(index),
-        "driver": _driver(),
+        "driver": driver(),
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"),
         "python": platform.python_version(),
         "preattn": preattn.__version__,
-        "commit": os.environ.get("PREATTN_COMMIT") or _commit(),
+        "commit": os.environ.get("PREATTN_COMMIT") or commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "vllm": vllm.version if vllm is not None else None,
         "timer": timing.timer_name(),
@@ -263,11 +263,11 @@ def _run(*command: str) -> str:
         return "unknown"
 
 
-def _commit() -> str:
+def commit() -> str:
     return _run("git", "rev-parse", "HEAD")
 
 
-def _driver() -> str:
+def driver() -> str:
     return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
 
 

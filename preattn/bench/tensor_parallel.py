@@ -42,7 +42,7 @@ from ..layers import V4Prologue
 from ..reference.attention import Selection, dequantised, mega_attention
 from ..workspace import QueryWorkspace
 from . import timing
-from .run import _commit, _driver
+from .run import commit, driver
 from .timing import Times
 
 ATTENDED = 64
@@ -282,12 +282,12 @@ def header(layer: Layer, backend: str, devices: Sequence[str]) -> dict[str, Any]
     return {
         "device": devices[0],
         "devices": list(devices),
-        "driver": _driver() if gpu else None,
+        "driver": driver() if gpu else None,
         "torch": torch.__version__,
         "nccl": ".".join([str(part) for part in torch.cuda.nccl.version()]) if gpu else None,
         "python": platform.python_version(),
         "preattn": preattn.__version__,
-        "commit": os.environ.get("PREATTN_COMMIT") or _commit(),
+        "commit": os.environ.get("PREATTN_COMMIT") or commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "backend": backend,
         "world_size": len(devices),

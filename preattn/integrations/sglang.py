@@ -223,10 +223,10 @@ def _query_half(query: Tensor, out: Tensor, rope_table: Tensor, positions: Tenso
 
 @functools.cache
 def _compile(device: torch.device, heads: int, in_place: bool, positions_dtype: torch.dtype) -> None:
-    """On the first call of a kind, which engines make before they serve, compile it for small and for large steps."""
+    """On the first call of a kind, which engines make before they serve, compile it for steps of every size."""
     table = torch.zeros(1, _ROPE_DIM, device=device)
     with hold() as launches:
-        for tokens in (1, policy.SMALL_STEP + 1):
+        for tokens in policy.STEP_SIZES:
             query, out = torch.empty(2, tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
             positions = torch.zeros(tokens, dtype=positions_dtype, device=device)
             _query_half(out if in_place else query, out, table, positions)

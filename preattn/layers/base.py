@@ -44,6 +44,7 @@ class Prologue:
     record: str | None = None
     kv_scale: Tensor | None = None
     agreement: Agreement = field(init=False)
+    _weight_kind: WeightKind = field(init=False, default="bf16")
 
     def warmup(
         self, *, index_dtype: torch.dtype = torch.int64, index_weights_dtype: torch.dtype = torch.float32
@@ -95,10 +96,6 @@ class Prologue:
             weight=self._weight_kind,
         )
         return plan if self.workspace is None else replace(plan, workspace_bytes=self.workspace.bytes)
-
-    @property
-    def _weight_kind(self) -> WeightKind:
-        return "bf16"
 
     @property
     def _device_name(self) -> str:

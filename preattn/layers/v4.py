@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import checks, v4, weights
-from ..policy import WeightKind
 from .base import Prologue
 
 
@@ -44,7 +43,7 @@ class V4Prologue(Prologue):
                 what = "a workspace" if self.workspace is None else "a bf16 query"
                 got = "None" if self.workspace is None else "an e4m3 one"
                 raise ValueError(f"{self._named('wq_b_scale')}: expected {what} with an e4m3 weight; got {got}")
-            v4.weight_kind(wq_b, wq_b_scale, name=self._named("wq_b_scale"))
+            object.__setattr__(self, "_weight_kind", v4.weight_kind(wq_b, wq_b_scale, name=self._named("wq_b_scale")))
         permute = self._interleaved and wq_b_scale is None
         object.__setattr__(self, "weight", weights.interleave_query_rows(wq_b) if permute else wq_b)
         object.__setattr__(self, "weight_scale", wq_b_scale)
@@ -115,9 +114,3 @@ class V4Prologue(Prologue):
 
     def _warmup_options(self) -> dict[str, Any]:
         return {"weight": self._weight_kind} if self.workspace is not None and not self._fp8 else {}
-
-    @property
-    def _weight_kind(self) -> WeightKind:
-        if self.weight_scale is None:
-            return "bf16"
-        return "e4m3" if self.weight_scale.dtype == torch.float32 else "mx"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import dispatch, formats, v4
-from ...policy import SMALL_STEP
+from ...policy import STEP_SIZES
 from . import report, shadow
 from .patching import Occupied, Patches
 
@@ -229,11 +229,11 @@ def _query_kv(
 
 
 def _compile(kind: tuple[Any, ...], call: Callable[[int], None]) -> None:
-    """Compile a new kind of call, for a small and a large step: ``call`` makes it with launches held back."""
+    """Compile a new kind of call, for steps of every size: ``call`` makes it with launches held back."""
     if kind in _warm:
         return
     with dispatch.hold() as launches:
-        for tokens in (1, SMALL_STEP + 1):
+        for tokens in STEP_SIZES:
             call(tokens)
     for launch in launches:
         launch.prepare(next(x.device for x in launch.tensors if x is not None))

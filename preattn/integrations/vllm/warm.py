@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import dispatch, dsa, formats
-from ...policy import SMALL_STEP
+from ...policy import STEP_SIZES
 from . import ops
 from .layers import query_buffer, state_of, thread
 
@@ -64,13 +64,14 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 def warm(layer: Any) -> int:
     """Compile every variant that a layer's steps launch, and return how many were not compiled yet.
 
-    The layer's own calls are made with launches held back (see :mod:`preattn.warmup`): for a small and a large
-    step, with and without slots, with the query in the buffer, apart, and quantised where the layer quantises it.
+    The layer's own calls are made with launches held back (see :mod:`preattn.warmup`): for steps of every
+    size, with and without slots, with the query in the buffer, apart, and quantised where the layer quantises it.
     """
     outer, thread.layer, thread.warming = thread.layer, layer, True
     try:
         with dispatch.hold() as launches:
-            for tokens in (1, min(SMALL_STEP + 1, layer.topk_indices_buffer.shape[0])):
+            most = layer.topk_indices_buffer.shape[0]
+            for tokens in sorted({min(size, most) for size in STEP_SIZES}):
                 _calls(layer, tokens)
     finally:
         thread.layer, thread.warming = outer, False

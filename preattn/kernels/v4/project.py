@@ -27,7 +27,7 @@ from ...formats import Record
 from ...policy import LaunchConfig
 from ..device import dot, fma, reciprocal_sqrt, rotate, to_bf16, tree_sum, ue8m0, upcast
 from ..launch import Kernel, Launch, Tile
-from .kv import UNALIGNED, cache_scalars, kv_tile, programs, record_constants
+from .kv import SCALARS, UNALIGNED, cache_scalars, kv_tile, programs, record_constants
 
 HEAD_DIM = 512
 HEAD_MAJOR, PERMUTED, SCATTERED = 0, 1, 2
@@ -42,18 +42,7 @@ KV_ROWS = 64
 KV_PROGRAMS = 4
 """KV programs of a small step: as many as an H200 has multiprocessors past the 128 tiles of such a projection."""
 
-PROJECT_SCALARS = [
-    "tokens",
-    "stored_tokens",
-    "kv_programs",
-    "stride_x_scale",
-    "stride_x_group",
-    "stride_out",
-    "stride_kv",
-    "stride_block",
-    "capacity",
-    "norm_eps",
-]
+PROJECT_SCALARS = [*SCALARS, "stride_x_scale", "stride_x_group"]
 
 
 @triton.jit
@@ -148,9 +137,9 @@ def _product_tile(
         total *= tl.load(x_scale + token.to(tl.int64) * stride_x_scale, mask=in_range, other=0.0)[:, None]
     value = to_bf16(total)
     if NORM:
-        x = upcast(value)
-        x = x * reciprocal_sqrt(tl.div_rn(tree_sum(x * x, ROWS, 512), 512.0) + norm_eps)[:, None]
-        value = to_bf16(x)
+        normed = upcast(value)
+        normed *= reciprocal_sqrt(tl.div_rn(tree_sum(normed * normed, ROWS, 512), 512.0) + norm_eps)[:, None]
+        value = to_bf16(normed)
 
     LIVE: tl.constexpr = HEADS * 16
     WIDTH: tl.constexpr = PADDED * 16
@@ -169,7 +158,7 @@ def _product_tile(
             angle = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
             cos = upcast(tl.load(angle, mask=stored, other=0.0))
             sin = upcast(tl.load(angle + 32, mask=stored, other=0.0))
-            tail = _tail(x if NORM else upcast(value), ROWS, COLUMNS)
+            tail = _tail(normed if NORM else upcast(value), ROWS, COLUMNS)
             even, odd = tl.split(tl.reshape(tail, (ROWS, 32, 2)))
             even, odd = rotate(even, odd, cos, sin)
             tail = to_bf16(tl.reshape(tl.join(even, odd), (ROWS, 64)))
