@@ -114,7 +114,7 @@ DEFAULT_DEVICE = "NVIDIA H200"
 
 SMALL_STEP = 512
 """Tokens up to which most paths have a configuration of their own: latency counts there, not bandwidth."""
-STEP_BOUNDS = (16, 128, 256, SMALL_STEP)
+STEP_BOUNDS = (16, 64, 128, 256, SMALL_STEP)
 """Tokens at which some path changes its configuration (the projections, by the tile that a few tokens fill)."""
 STEP_SIZES = (1, *[bound + 1 for bound in STEP_BOUNDS])
 """One token count from each range between the bounds."""

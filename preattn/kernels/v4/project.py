@@ -101,10 +101,13 @@ def _product_tile(
     token = row_tile * ROWS + tl.arange(0, ROWS)
     column = start + tl.arange(0, COLUMNS)
     in_range = token < tokens
-    if ROPE:  # positions before the sums, so that only the table is waited for behind them
+    if ROPE:  # angles before the sums, so that nothing is waited for behind them
         last = start % 512 == 512 - COLUMNS
         rotated = tl.where(last, token, tokens) < tokens
         position = tl.load(positions + token, mask=rotated, other=0).to(tl.int64)
+        angle = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
+        cos = upcast(tl.load(angle, mask=rotated[:, None], other=0.0))
+        sin = upcast(tl.load(angle + 32, mask=rotated[:, None], other=0.0))
 
     total = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for depth in tl.range(0, RANK, DEPTH, num_stages=STAGES):
@@ -155,9 +158,6 @@ def _product_tile(
     stored = in_range[:, None]
     if ROPE:
         if last:
-            angle = rope_table + position[:, None] * 64 + tl.arange(0, 32)[None, :]
-            cos = upcast(tl.load(angle, mask=stored, other=0.0))
-            sin = upcast(tl.load(angle + 32, mask=stored, other=0.0))
             tail = _tail(normed if NORM else upcast(value), ROWS, COLUMNS)
             even, odd = tl.split(tl.reshape(tail, (ROWS, 32, 2)))
             even, odd = rotate(even, odd, cos, sin)
