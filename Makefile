@@ -4,6 +4,7 @@
 
 WORKERS ?= 2
 EXAMPLES ?= 20000
+PARTS ?= 8
 PACKAGE_NEEDS = msgspec numpy triton typer rich
 TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors transformers
 

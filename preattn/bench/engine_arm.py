@@ -189,7 +189,7 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "vllm": vllm.__version__,
         "preattn": preattn.__version__,
-        "commit": os.environ.get("PREATTN_COMMIT") or run.commit(),
+        "commit": run.commit(),
         "plugins": os.environ.get("VLLM_PLUGINS"),
     }
 

@@ -84,10 +84,12 @@ _NORMS = (NormRopeCase(rank=2048), NormRopeCase(rank=1536, record="bf16"))
 
 _PROJECTIONS = (
     ProjectCase(32, 64, layout="chunk_interleaved", rank=1024),
+    ProjectCase(32, 64, layout="chunk_interleaved", rank=1280),
     ProjectCase(32, 64, rope=True, rank=1024),
     ProjectCase(16, 64, record="v4_fp8", norm=True, rope=True, rank=1024),
     ProjectCase(32, 64, layout="chunk_interleaved", weight="e4m3", grouped=True, rank=1024),
     ProjectCase(32, 64, weight="e4m3", rope=True, grouped=True, rank=1024),
+    ProjectCase(64, 64, record="v4_fp8", weight="e4m3", norm=True, rope=True, grouped=True, rank=1024),
     ProjectCase(32, 64, weight="mx", rope=True, rank=1024),
 )
 
@@ -247,7 +249,7 @@ def header(vllm: peers.Vllm | None) -> dict[str, Any]:
         "triton": importlib.metadata.version("triton"),
         "python": platform.python_version(),
         "preattn": preattn.__version__,
-        "commit": os.environ.get("PREATTN_COMMIT") or commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "vllm": vllm.version if vllm is not None else None,
         "timer": timing.timer_name(),
@@ -264,7 +266,8 @@ def _run(*command: str) -> str:
 
 
 def commit() -> str:
-    return _run("git", "rev-parse", "HEAD")
+    """Of the checkout; a copy without history is told by PREATTN_COMMIT."""
+    return os.environ.get("PREATTN_COMMIT") or _run("git", "rev-parse", "HEAD")
 
 
 def driver() -> str:

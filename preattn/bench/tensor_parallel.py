@@ -287,7 +287,7 @@ def header(layer: Layer, backend: str, devices: Sequence[str]) -> dict[str, Any]
         "nccl": ".".join([str(part) for part in torch.cuda.nccl.version()]) if gpu else None,
         "python": platform.python_version(),
         "preattn": preattn.__version__,
-        "commit": os.environ.get("PREATTN_COMMIT") or commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "backend": backend,
         "world_size": len(devices),
