@@ -64,6 +64,9 @@ def _check(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, rope_dim: i
     if query_scale is not None:
         checks.scale("query_scale", query_scale, q_nope.device)
     dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
+    if query_scale is None:
+        _near("q_nope", q_nope)
+        _near("w_uk", w_uk)
     if out is None:
         if rope_dim not in (0, ROPE_DIM):
             raise ValueError(f"rope_dim: expected 0 or {ROPE_DIM}; got {rope_dim!r}")
@@ -76,7 +79,19 @@ def _check(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, rope_dim: i
             )
         checks.rows("out", out, inner=2)
         checks.apart("out", out)
+        if query_scale is None:
+            _near("out", out)
     return dtype
+
+
+def _near(name: str, operand: Tensor) -> None:
+    """Check what the library's matmul can reach; our kernel reaches all."""
+    strides = [stride for size, stride in zip(operand.shape, operand.stride(), strict=True) if size > 1]
+    if max(strides, default=0) >= policy.LIBRARY_STRIDE:
+        raise ValueError(
+            f"{name}: expected strides below {policy.LIBRARY_STRIDE} elements in bf16, which torch.bmm multiplies; "
+            f"got {operand.stride()}"
+        )
 
 
 # -- registered op ------------------------------------------------------------------------------------------

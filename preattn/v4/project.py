@@ -158,11 +158,16 @@ def _check_projection(
     kind = _check_scales(x, weight, x_scale, weight_scale)
     if form is not None and form not in policy.PROJECTIONS:
         raise ValueError(f"form: expected one of {', '.join(policy.PROJECTIONS)} or None; got {form!r}")
-    matmul, kernel = _forms(x, x_scale, kind, interleaved=layout == "chunk_interleaved")
+    matmul, kernel = _forms(x, weight, out, x_scale, kind, interleaved=layout == "chunk_interleaved")
+    if not matmul and not kernel:
+        raise ValueError(
+            f"out: expected rows of x, weight and out less than {policy.LIBRARY_STRIDE} elements apart where the rank "
+            f"is not a multiple of 64; got {x.stride(0)}, {weight.stride(0)}, {out.stride(0)} at rank {x.shape[1]}"
+        )
     if (form == Projection.MATMUL and not matmul) or (form == Projection.KERNEL and not kernel):
         needs = (
             "bf16 operands, or block-scaled e4m3 ones in head-major layout with a rank that is a multiple of 512, "
-            "column-major x_scale [T, rank / 128] and T a multiple of 4"
+            "column-major x_scale [T, rank / 128] and T a multiple of 4, rows less than 2**30 elements apart"
             if form == Projection.MATMUL
             else "a rank that is a multiple of 64"
         )
@@ -209,12 +214,16 @@ def weight_kind(weight: Tensor, weight_scale: object, name: str = "weight_scale"
     return kind
 
 
-def _forms(x: Tensor, x_scale: Tensor | None, kind: WeightKind, *, interleaved: bool) -> tuple[bool, bool]:
+def _forms(
+    x: Tensor, weight: Tensor, out: Tensor, x_scale: Tensor | None, kind: WeightKind, *, interleaved: bool
+) -> tuple[bool, bool]:
     """Whether the library's matmul takes these operands, and whether our kernel does."""
     tokens, rank = x.shape
+    near = tokens <= 1 or max(x.stride(0), weight.stride(0), out.stride(0)) < policy.LIBRARY_STRIDE
     columns = x_scale is None or (x_scale.dim() == 2 and x_scale.stride() == (1, tokens))
     layout: Layout = "chunk_interleaved" if interleaved else "head_major"
-    return columns and policy.library_multiplies(kind, layout, tokens, rank), rank > 0 and rank % 64 == 0
+    multiplies = near and columns and policy.library_multiplies(kind, layout, tokens, rank)
+    return multiplies, rank > 0 and rank % 64 == 0
 
 
 @lru_cache
@@ -224,14 +233,22 @@ def _scales_blocks(index: int) -> bool:
 
 
 def _chosen(
-    x: Tensor, x_scale: Tensor | None, kind: WeightKind, form: str | None, *, interleaved: bool, norm: bool
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    x_scale: Tensor | None,
+    kind: WeightKind,
+    form: str | None,
+    *,
+    interleaved: bool,
+    norm: bool,
 ) -> Projection:
     """The form that runs: chosen in the op, where the device is real, and not when a call of it is traced.
 
     Raises:
         ValueError: ``form`` asks for what this device does not have.
     """
-    matmul, kernel = _forms(x, x_scale, kind, interleaved=interleaved)
+    matmul, kernel = _forms(x, weight, out, x_scale, kind, interleaved=interleaved)
     if kind != "bf16" and x.is_cuda and not _scales_blocks(x.device.index):
         matmul = False
         if form == Projection.MATMUL:
@@ -290,7 +307,8 @@ def _project_impl(
     if kv is not None:
         checks.aligned("kv", kv)
     kind = _kind(weight_scale)
-    kernel = _chosen(x, x_scale, kind, form, interleaved=interleaved, norm=norm_eps is not None) == Projection.KERNEL
+    chosen = _chosen(x, weight, out, x_scale, kind, form, interleaved=interleaved, norm=norm_eps is not None)
+    kernel = chosen == Projection.KERNEL
     fused = kernel and (norm_eps is None or x.shape[0] <= policy.FUSED_NORM_TOKENS)
     if not use_kernels(x):
         reference.project(x, weight, x_scale, weight_scale, out, interleaved=interleaved)

@@ -12,16 +12,25 @@ import placing
 import pytest
 import torch
 from placing import rehome, respread, same, set_slots, stored
-from test_pitfalls import CASES, REACH, STORING, STRIDED, STRIDED_IDS, expected, named, plain
+from test_pitfalls import CASES, REACH, STORING, STRIDED, STRIDED_IDS, check_far, expected, named, plain
 from torch import Tensor
 
 from preattn.cases import Case
 from preattn.cases.base import CANARY, as_bytes
+from preattn.cases.dsa import AbsorbCase
+from preattn.cases.v4 import ProjectCase
+from preattn.policy import Projection
 
 pytestmark = pytest.mark.gpu
 
 TOKENS = 65536 + 17
 LAST = 17
+LIBRARY = (
+    ProjectCase(64, 64, form=Projection.MATMUL, rope=True),
+    ProjectCase(64, 64, layout="chunk_interleaved", form=Projection.MATMUL),
+    AbsorbCase(64, fp8_query=False),
+)
+"""Results of a library's matmul of more than 2**31 elements."""
 BLOCK = 64
 
 
@@ -33,7 +42,7 @@ def freed() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", [*CASES, *LIBRARY], ids=named)
 def test_more_tokens_than_16_bits_count(case: Case) -> None:
     """The last rows of 65,553 are what they are alone, and lie where they should."""
     call, part = case.build(TOKENS, "cuda"), case.build(TOKENS, "cuda")
@@ -81,6 +90,5 @@ def _uninitialised(size: int) -> Tensor:
 def test_rows_past_32_bits(case: Case, tokens_first: bool) -> None:
     """Tokens, or heads, so far apart that the last one's offset needs more than 32 bits."""
     call = case.build(3, "cuda")
-    want = expected(plain(case, 3))
     respread(call, _uninitialised, tokens_first=tokens_first, reach=REACH)
-    assert same(placing.outputs(call), want)
+    check_far(case, call)
