@@ -406,7 +406,7 @@ PROJECT_KERNEL_TOKENS: dict[str, int] = {
 
 
 LIBRARY_STRIDE = 2**30
-"""Elements between rows, or heads, from which cuBLAS is not trusted: with bf16 ones 2 GiB apart it faults (CUDA 13.0)."""
+"""Elements between rows, or heads, from which cuBLAS is not trusted: bf16 ones 2 GiB apart fault (CUDA 13.0)."""
 
 
 def library_multiplies(weight: WeightKind, layout: Layout, tokens: int, rank: int) -> bool:

@@ -250,5 +250,19 @@ def test_the_picture_counts_what_plans_count() -> None:
     assert text.count("█") == 2 * text.count("░") > 30
 
 
+def test_a_sharded_run_with_another_bit_is_no_result(tmp_path: Path) -> None:
+    found = json.loads(report.PARALLEL.read_text())
+    path = tmp_path / "tensor_parallel.json"
+    path.write_text(json.dumps(found))
+    assert report.render_tensor_parallel(path).count("\n| ") == len(found["results"])
+    assert report.render_tensor_parallel(tmp_path / "none.json") == report.NOTHING
+    for name in ("query_equal", "cache_equal", "attention_equal", "within_bound", "output_equals_rank_0"):
+        found["results"][1]["ranks"][1][name] = False
+        path.write_text(json.dumps(found))
+        with pytest.raises(ValueError, match="64 tokens"):
+            report.render_tensor_parallel(path)
+        found["results"][1]["ranks"][1][name] = True
+
+
 def test_the_readme_is_what_the_results_give() -> None:
     assert report.main(["--check"]) == 0

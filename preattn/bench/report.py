@@ -21,6 +21,7 @@ from ..geometry import geometry
 Clock = Literal["cold", "warm", "host"]
 FILE_BYTES = 64 << 20
 NOTHING = "*Not measured yet.*"
+ROOT = Path(__file__).parents[2]
 
 
 class Header(files.Schema, frozen=True):
@@ -441,11 +442,70 @@ def render_bytes() -> str:
     return "```\n" + "\n".join(lines) + "\n```"
 
 
+class _Times(files.Schema, frozen=True):
+    median_us: files.Positive
+    p10_us: files.Positive
+    p90_us: files.Positive
+
+
+class _Rank(files.Schema, frozen=True):
+    rank: files.Count
+    prologue_us: _Times
+    query_equal: bool
+    cache_equal: bool
+    attention_equal: bool
+    within_bound: bool
+    of_bound: files.Positive
+    output_equals_rank_0: bool
+
+
+class _Step(files.Schema, frozen=True):
+    tokens: files.Count
+    attended: files.Count
+    alone_us: _Times
+    ranks: tuple[_Rank, ...]
+
+
+class _Parallel(files.Schema, frozen=True):
+    header: dict[str, Any]
+    results: tuple[_Step, ...]
+
+
+PARALLEL = ROOT / "results" / "tensor_parallel.json"
+
+
+def render_tensor_parallel(path: Path = PARALLEL) -> str:
+    """A layer sharded over GPUs beside one rank with all its heads, as ``bench.tensor_parallel`` measured it.
+
+    Raises:
+        ValueError: the file is not in the schema, or a comparison in it failed.
+    """
+    if not path.exists():
+        return NOTHING
+    found = files.read(path, _Parallel, most=FILE_BYTES)
+    lines = ["| tokens | one rank | slowest of the ranks | largest difference of the output, of its bound |"]
+    lines.append("|---:|---:|---:|---:|")
+    for step in found.results:
+        for rank in step.ranks:
+            equal = rank.query_equal and rank.cache_equal and rank.attention_equal and rank.output_equals_rank_0
+            if not equal or not rank.within_bound:
+                raise ValueError(f"{path}: expected equal bits on every rank; {step.tokens} tokens, {rank} differs")
+        slowest = max([rank.prologue_us.median_us for rank in step.ranks])
+        bound = max([rank.of_bound for rank in step.ranks])
+        lines.append(f"| {step.tokens:,} | {step.alone_us.median_us:,.1f} | {slowest:,.1f} | {bound:.2f} |")
+    head = found.header
+    caption = (
+        f"Median microseconds of projection and prologue; {head['model']}, {head['heads']} heads over "
+        f"{head['world_size']} x {head['device']}, {head['backend']}, preattn {head['commit'][:10]}, {head['date']}."
+    )
+    return "\n".join(lines) + "\n\n" + caption
+
+
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
-PICTURES: Mapping[str, Callable[[], str]] = {"bytes": render_bytes}
-"""What is drawn of the plans, and not of measurements."""
+PICTURES: Mapping[str, Callable[[], str]] = {"bytes": render_bytes, "tensor_parallel": render_tensor_parallel}
+"""What is not a table of arms: drawn of the plans, or of a run of several GPUs."""
 
 
 def fill(
@@ -471,10 +531,9 @@ def fill(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    root = Path(__file__).parents[2]
     parser = argparse.ArgumentParser(prog="python -m preattn.bench.report", description="Fill the README's tables.")
-    parser.add_argument("--results", type=Path, default=root / "results", metavar="FOLDER")
-    parser.add_argument("--readme", type=Path, default=root / "README.md", metavar="FILE")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="FOLDER")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the tables are out of date")
     options = parser.parse_args(arguments)
     try:
