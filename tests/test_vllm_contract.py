@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from preattn.integrations.vllm import flashmla, layers, ops, plugin, v4, warm
+from preattn.integrations.vllm import flashmla, layers, ops, plugin, projection, v4, warm
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("vllm_contract.json")
@@ -36,6 +36,25 @@ WORKSPACE = "vllm.v1.worker.workspace"
 JIT_WARMUP = "vllm.model_executor.warmup.jit_warmup"
 LOADER = "vllm.plugins"
 V4, V41 = v4.MODELS
+V4_LAYER = tuple(
+    f"DeepseekV4Attention.{name}"
+    for name in (
+        "__init__",
+        "_prepare_and_attn",
+        "_sparse_indexer_and_attn",
+        "_wq_b_proj",
+        "_fused_qnorm_rope_kv_insert",
+    )
+)
+V4_FLASHMLA, V41_FLASHMLA = (f"{module.removesuffix('.attention')}.nvidia.flashmla" for module in v4.MODELS)
+V41_STEP = "vllm.models.deepseek_v41.nvidia.specialized_decode.attention.step"
+V41_MEGA = "vllm.models.deepseek_v41.nvidia.flash_mla_mega_attn"
+V4_SPARSE, V41_SPARSE = (f"{module.removesuffix('.attention')}.sparse_mla" for module in v4.MODELS)
+LINEAR, FP8, GEMMS = projection.LINEAR, projection.FP8, projection.GEMMS
+DEEP_GEMM, FLASHINFER, DEEP_GEMM_CALL = projection.DEEP_GEMM, projection.FLASHINFER, projection.DEEP_GEMM_CALL
+BLOCK_SCALED = "vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel"
+FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+STREAMS = "vllm.utils.multi_stream_utils"
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     KERNELS: ("fused_norm_rope", "fused_q", "_fused_norm_rope_kernel", "_fused_q_kernel"),
@@ -56,8 +75,36 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     WORKSPACE: ("WorkspaceManager.get_persistent", "WorkspaceManager.get_simultaneous", "current_workspace_manager"),
     JIT_WARMUP: ("JitWarmupRegistry.register", "JitWarmupRegistry.warmup"),
     LOADER: ("load_plugins_by_group", "load_general_plugins"),
-    V4: ("DeepseekV4Attention._fused_qnorm_rope_kv_insert",),
-    V41: ("DeepseekV4Attention._fused_qnorm_rope_kv_insert",),
+    V4: V4_LAYER,
+    V41: V4_LAYER,
+    **dict.fromkeys(
+        (V4_FLASHMLA, V41_FLASHMLA),
+        tuple(
+            f"DeepseekV4FlashMLAAttention.{name}"
+            for name in ("get_padded_num_q_heads", "forward_mqa", "_forward_decode", "_forward_prefill")
+        ),
+    ),
+    V41_STEP: ("AttentionStep._prepare",),
+    LINEAR: (
+        "UnquantizedLinearMethod.__init__",
+        "UnquantizedLinearMethod.apply",
+        "ColumnParallelLinear.forward",
+    ),
+    GEMMS: ("default_unquantized_gemm", "dispatch_unquantized_gemm"),
+    FP8: ("Fp8LinearMethod.__init__", "Fp8LinearMethod.apply"),
+    BLOCK_SCALED: ("Fp8BlockScaledMMLinearKernel.__init__", "Fp8BlockScaledMMLinearKernel.apply_weights"),
+    DEEP_GEMM: (
+        "DeepGemmFp8BlockScaledMMKernel.__init__",
+        "DeepGemmFp8BlockScaledMMKernel.apply_block_scaled_mm",
+        "_fp8_gemm_nt_op",
+    ),
+    FLASHINFER: (
+        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel.apply_block_scaled_mm",
+        "_dynamic_flashinfer_deepgemm_blockscale_gemm_impl",
+    ),
+    FP8_UTILS: ("per_token_group_quant_fp8",),
+    DEEP_GEMM_CALL: ("fp8_gemm_nt",),
+    STREAMS: ("execute_in_parallel", "maybe_execute_in_parallel"),
 }
 """What is replaced, called, or counted on, by module."""
 
@@ -82,7 +129,8 @@ def sources() -> Path:
     assert spec is not None and spec.loader is not None
     fetcher = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fetcher)
-    members = sorted({path_of(module) for module in FUNCTIONS} | set(BACKEND_FILES))
+    more = {path_of(module) for module in (V4_SPARSE, V41_SPARSE, V41_MEGA)} | set(BACKEND_FILES)
+    members = sorted({path_of(module) for module in FUNCTIONS} | more)
     try:
         folder = fetcher.fetch(f"vllm=={VERSION}", ROOT / ".cache" / "sources" / f"vllm-{VERSION}", members)
     except fetcher.Unavailable as reason:
@@ -163,6 +211,13 @@ CALLS = (
         for op in v4.OPS
         for module in (V4, V41)
     ),
+    *(
+        (module, f"{owner}._wq_b_proj" if called == "self.wq_b" else f"{owner}._prepare_and_attn", called)
+        for module, owner in ((V4, "DeepseekV4Attention"), (V41, "DeepseekV4Attention"))
+        for called in ("self.wq_b", "self._wq_b_proj", "self._fused_qnorm_rope_kv_insert")
+    ),
+    (V41_STEP, "AttentionStep._prepare", "attn._wq_b_proj"),
+    (V41_STEP, "AttentionStep._prepare", "attn._fused_qnorm_rope_kv_insert"),
 )
 """Call sites: in a function of a module, of a name."""
 
@@ -298,6 +353,101 @@ def test_a_v4_operator_is_called_with_no_more_than_ours_takes(name: str) -> None
     most = len(inspect.signature(v4.OPS[name]).parameters)
     sites = [found for key, where in recorded()["calls"].items() if key.endswith(f".{name}") for found in where]
     assert all(found["positional"] <= most and not found["keywords"] for found in sites)
+
+
+# -- V4's query where it lies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [V4, V41])
+def test_the_methods_that_the_plugin_replaces_take_what_ours_take(module: str) -> None:
+    assert recorded()["functions"][f"{module}:DeepseekV4Attention._wq_b_proj"]["signature"] == [
+        "self",
+        "qr",
+        "qr_scale=None",
+    ]
+    finish = recorded()["functions"][f"{module}:DeepseekV4Attention._fused_qnorm_rope_kv_insert"]
+    assert finish["signature"] == ["self", "q", "kv", "positions", "attn_metadata"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (V4, "DeepseekV4Attention._prepare_and_attn.project_query_and_cache_kv"),
+        (V41, "DeepseekV4Attention._prepare_and_attn.project_query_and_cache_kv"),
+        (V41_STEP, "AttentionStep._prepare"),
+    ],
+)
+def test_nobody_reads_a_projected_query_after_its_operator(module: str, name: str) -> None:
+    """What lets the operator work in place: ``q`` is bound anew, or returned, in the statement that hands it over."""
+    node = find(module, name)
+    assert node is not None
+    handed = [n for n in ast.walk(node) if isinstance(n, ast.Call) and "_fused_qnorm" in ast.unparse(n.func)]
+    assert len(handed) == 1 and ast.unparse(handed[0].args[0]) == "q"
+    statement = next(n for n in ast.walk(node) if isinstance(n, ast.Assign | ast.Return) and n.value is handed[0])
+    assert isinstance(statement, ast.Return) or [ast.unparse(target) for target in statement.targets] == ["q"]
+
+
+@pytest.mark.parametrize("module", [V4, V41])
+def test_projection_operator_and_attention_are_on_one_stream(module: str) -> None:
+    """The projection is the part of a parallel section that stays on the current stream."""
+    found = [
+        call
+        for runner in ("execute_in_parallel", "maybe_execute_in_parallel")
+        for call in calls(module, "DeepseekV4Attention._prepare_and_attn", runner)
+        if "project_query_and_cache_kv" in ast.unparse(call)
+    ]
+    assert found and all(ast.unparse(call.args[0]) == "project_query_and_cache_kv" for call in found)
+    for runner in ("execute_in_parallel", "maybe_execute_in_parallel"):
+        node = find(STREAMS, runner)
+        assert node is not None
+        aside = [n for n in ast.walk(node) if isinstance(n, ast.With) and "stream" in ast.unparse(n.items[0])]
+        assert aside and not any(f"{node.args.args[0].arg}()" in ast.unparse(n) for n in aside)
+
+
+@pytest.mark.parametrize("module", [V4_FLASHMLA, V41_FLASHMLA])
+def test_the_backend_only_reads_its_query(module: str) -> None:
+    """It is sliced, viewed and handed to the attention kernels: never written, and never kept."""
+    for name in FUNCTIONS[V4_FLASHMLA][1:]:
+        node = find(module, f"DeepseekV4FlashMLAAttention.{name.rpartition('.')[2]}")
+        assert node is not None
+        targets = [t for n in ast.walk(node) if isinstance(n, ast.Assign | ast.AugAssign) for t in _targets(n)]
+        assert not [t for t in targets if t.startswith(("q[", "q.", "self.")) and not t.startswith("self_")]
+        methods = {
+            n.func.attr
+            for n in ast.walk(node)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and ast.unparse(n.func.value) == "q"
+        }
+        assert methods <= {"unsqueeze", "view"}
+
+
+def _targets(node: ast.Assign | ast.AugAssign) -> list[str]:
+    return [ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+
+
+@pytest.mark.parametrize(("module", "name"), list(zip((V4_SPARSE, V41_SPARSE), projection.BACKENDS, strict=True)))
+def test_a_v4_backend_still_has_its_name(module: str, name: str) -> None:
+    assert f'return "{name}"' in source(module)[0]
+
+
+def test_mega_attentions_query_is_of_mx_weights() -> None:
+    """Why no chunk-interleaved projection is built: its weight is permuted at load with scales for 32 of a row."""
+    assert "permute_on_load(self.wq_b.weight_scale, q_perm, dim=0)" in source(V41_MEGA)[0]
+
+
+@pytest.mark.parametrize("module", [V4, V41, V4_FLASHMLA, V41_FLASHMLA])
+def test_no_v4_layer_is_compiled(module: str) -> None:
+    """The replaced methods ask which thread they are in, which a compiled graph would not."""
+    assert "support_torch_compile" not in source(module)[0]
+
+
+def test_what_the_projection_looks_at_is_called_that() -> None:
+    assert "self._gemm_impl = dispatch_unquantized_gemm(" in source(LINEAR)[0]
+    for module, name in ((DEEP_GEMM, "DeepGemmFp8BlockScaledMMKernel"), (FLASHINFER, "FlashInferFp8DeepGEMMDynamic")):
+        assert f"class {name}" in source(module)[0]
+    node = find(FLASHINFER, "_dynamic_flashinfer_deepgemm_blockscale_gemm_impl")
+    assert node is not None and f"condition = input.shape[0] < {projection.FLASHINFER_TOKENS}" in ast.unparse(node)
+    assert 'layer.register_parameter("weight_scale_inv", scale)' in source(FP8)[0]
+    assert "max_num_batched_tokens" in source(V4)[0] and "max_num_batched_tokens" in source(V41)[0]
 
 
 if __name__ == "__main__":

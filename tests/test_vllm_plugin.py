@@ -35,6 +35,7 @@ from preattn.integrations.vllm import (
     ops,
     patching,
     plugin,
+    projection,
     register,
     report,
     shadow,
@@ -333,7 +334,7 @@ def test_the_lines_that_the_document_explains_are_the_plug_ins() -> None:
     text = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
     section = text.partition("### Troubleshooting")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    assert len(lines) == 13
+    assert len(lines) == 14
     for line in lines:
         fixed = re.sub(r"\b(NAME|MODULE|LAYER|N)\b|0\.33\.0|_C(?=::)|CUDA(?= by)|fused_norm_rope", "...", line)
         pattern = ".*".join(re.escape(part) for part in fixed.split("..."))
@@ -921,6 +922,352 @@ def test_an_operator_that_another_library_overrides_is_left_to_it(operators: Cal
     with pytest.raises(patching.Occupied, match=f"{name} is overridden for CPU by another library"):
         plugin_v4.override("CPU")
     other._destroy()
+
+
+# -- V4 without the query's copy -------------------------------------------------------------------------------
+
+V4_MODEL = plugin_v4.MODELS[0]
+V4_RANK, V4_MOST = 256, 48
+
+
+def v4_linear(kind: str, heads: int) -> Any:
+    """A ``wq_b`` of the stub: bf16, or e4m3 with 128 x 128 scales and the kernel that multiplies it."""
+    linears = importlib.import_module(projection.LINEAR)
+    weight = rows(heads * 512, V4_RANK, seed=7)
+    if kind == "bf16":
+        return linears.ColumnParallelLinear(weight)
+    kernels = {
+        "deep_gemm": (projection.DEEP_GEMM, "DeepGemmFp8BlockScaledMMKernel"),
+        "flashinfer": (projection.FLASHINFER, "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"),
+    }
+    module, name = kernels[kind]
+    method = importlib.import_module(projection.FP8).Fp8LinearMethod(getattr(importlib.import_module(module), name)())
+    linear = linears.ColumnParallelLinear(weight.to(torch.float8_e4m3fn), method)
+    linear.weight_scale_inv = torch.rand(heads * 4, V4_RANK // 128) + 0.5
+    return linear
+
+
+def v4_layer(kind: str = "bf16", heads: int = 4, padded: int = 16, *, mxfp8: bool = False, index: int = 0) -> Any:
+    torch.manual_seed(3)
+    backend = SimpleNamespace(get_name=lambda: "FLASHMLA_SPARSE_DSV41" if mxfp8 else "FLASHMLA_SPARSE_DSV4")
+    pool = torch.full((2, 64 * (528 if mxfp8 else 584)), 0xA5, dtype=torch.uint8)
+    linear, name = v4_linear(kind, heads), f"model.layers.{index}.attn"
+    attention = importlib.import_module(V4_MODEL).DeepseekV4Attention
+    layer = attention(name, backend, linear, heads, padded, V4_MOST, pool, rope_table(64))
+    layer.mxfp8 = mxfp8
+    return layer
+
+
+def v4_inputs(tokens: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slots = torch.arange(tokens) * 2 + 3
+    slots[tokens // 2] = -1
+    latents = rows(tokens, V4_RANK, seed=20 + seed), rows(tokens, 512, seed=30 + seed)
+    return *latents, torch.arange(tokens) % 60, slots
+
+
+def query_buffer() -> Tensor | None:
+    """The buffer that the plug-in has asked the workspace manager for."""
+    persistent = importlib.import_module(projection.WORKSPACE).manager.persistent
+    return next(iter(persistent.values()), None)
+
+
+@pytest.fixture
+def v4_engine(engine: Path, operators: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """The stub with V4's operators; called, it switches the plug-in on, tracing."""
+    monkeypatch.setenv("PREATTN_TRACE", "1")
+    importlib.import_module(V4_MODEL)
+
+    def switch_on() -> None:
+        unregister()
+        plugin_v4.override("CPU")
+        register()
+        assert plugin.active()
+
+    return switch_on
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mxfp8", [False, True], ids=["V4", "V4.1"])
+@pytest.mark.parametrize("kind", ["bf16", "deep_gemm", "flashinfer"])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_a_v4_layer_gives_the_same_bytes_without_the_copy(
+    v4_engine: Callable[[], Any], kind: str, tokens: int, mxfp8: bool
+) -> None:
+    inputs = v4_inputs(tokens)
+    layer = v4_layer(kind, mxfp8=mxfp8)
+    expected = layer(*inputs)
+    stored = layer.cache.clone()
+    v4_engine()
+    layer = v4_layer(kind, mxfp8=mxfp8)
+    found = layer(*inputs)
+    assert torch.equal(found, expected) and found.shape == expected.shape and found.is_contiguous()
+    assert torch.equal(layer.cache, stored)
+    buffer, (op,) = query_buffer(), summary()["plans"]["fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"]
+    (plan,) = summary()["plans"]["wq_b"]
+    if kind == "flashinfer" and tokens < projection.FLASHINFER_TOKENS:
+        assert buffer is None and op == "quant_insert"
+        assert plan == "model.layers.0.attn: the engine's own: fewer than 32 tokens"
+    else:
+        assert buffer is not None and found.data_ptr() == buffer.data_ptr() and op == "quant_insert, in place"
+        assert not buffer[:, 4:].any() and not torch.signbit(buffer[:, 4:]).any()
+        assert plan.startswith("model.layers.0.attn: in the buffer, 4 of 16 heads, ")
+
+
+@torch.no_grad()
+def test_v4_layers_use_one_buffer_in_turn_and_a_shorter_step_leaves_no_trace(v4_engine: Callable[[], Any]) -> None:
+    steps = [v4_inputs(tokens, seed) for seed, tokens in enumerate((33, 3, 17))]
+    expected = [v4_layer(index=index)(*step).clone() for index, step in enumerate(steps)]
+    v4_engine()
+    layers_ = [v4_layer(index=index) for index in range(len(steps))]
+    addresses = set()
+    for layer, step, wanted in zip(layers_, steps, expected, strict=True):
+        found = layer(*step)
+        addresses.add(found.data_ptr())
+        assert torch.equal(found, wanted)
+    assert len(addresses) == 1 and len(summary()["plans"]["wq_b"]) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mxfp8", [False, True], ids=["V4", "V4.1"])
+def test_a_rank_with_all_the_heads_is_finished_where_the_projection_left_it(
+    v4_engine: Callable[[], Any], mxfp8: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the weight is: only the operator has to know whose query it is."""
+    inputs = v4_inputs()
+    expected = v4_layer("deep_gemm", 4, 4, mxfp8=mxfp8)(*inputs)
+    with caplog.at_level(logging.INFO):
+        v4_engine()
+        layer = v4_layer("deep_gemm", 4, 4, mxfp8=mxfp8)
+        layer.wq_b.quant_method.__class__ = type("MarlinMethod", (type(layer.wq_b.quant_method),), {})
+        projected: list[Tensor] = []
+        layer.wq_b.register_forward_hook(lambda *call: projected.append(call[2]))
+        found = layer(*inputs)
+    assert torch.equal(found, expected) and found.data_ptr() == projected[0].data_ptr() and query_buffer() is None
+    assert list(summary()["plans"]["fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"]) == ["quant_insert, in place"]
+    assert "attention takes the rank's heads as they are" in caplog.text
+
+
+@torch.no_grad()
+def test_the_profiling_run_makes_the_buffer(v4_engine: Callable[[], Any]) -> None:
+    qr, kv, positions, _ = v4_inputs(V4_MOST)
+    expected = v4_layer()(qr, kv, positions, None)
+    v4_engine()
+    found, buffer = v4_layer()(qr, kv, positions, None), query_buffer()
+    assert torch.equal(found, expected) and buffer is not None and buffer.shape == (V4_MOST, 16, 512)
+    assert found.data_ptr() != buffer.data_ptr()  # padded by the engine: there is no operator in this run
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["outside any layer", "while a layer's is at hand"])
+def test_a_query_of_somebody_else_is_not_touched(
+    v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    """A speculator calls the operator by itself, with a query of its own that it may read again."""
+    v4_engine()
+    if within:
+        monkeypatch.setattr(projection.thread, "query", rows(3, 8, 512, seed=9))
+    query, kv, *step = _v4_step()
+    before, op = query.clone(), torch.ops.preattn_test_C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+    found = op(query, kv, torch.zeros(2, 64 * 584, dtype=torch.uint8), *step, 8, 1e-6, 64)
+    assert torch.equal(query, before) and found.data_ptr() != query.data_ptr()
+
+
+@torch.no_grad()
+def test_both_kinds_of_step_are_compiled_at_the_first(
+    v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of few tokens go through the engine's projection: their operator copies, and must not compile later."""
+    v4_engine()
+    compiled: list[Any] = []
+    monkeypatch.setattr(plugin_v4, "_compile", lambda kind, call: compiled.append((kind, call)))
+    layer = v4_layer("flashinfer")
+    layer(*v4_inputs(33))
+    layer(*v4_inputs(3))
+    (first, call), (second, _) = compiled
+    assert first == second
+    with dispatch.hold() as launches:
+        call(2)
+    outs = [{x.data_ptr() for x in launch.tensors if x is not None and x.shape[0] == 2} for launch in launches]
+    assert len(outs) == 2, "a copying launch, and one in place"
+    assert len(outs[1]) < len(outs[0]), "in place, the query and the output are one"
+
+
+@torch.no_grad()
+def test_a_projection_in_some_kernels_scratch_is_copied(v4_engine: Callable[[], Any]) -> None:
+    """Its next call may overwrite that before attention has read it."""
+    inputs = v4_inputs()
+    expected = v4_layer(padded=4)(*inputs)
+    v4_engine()
+    layer, scratch = v4_layer(padded=4), torch.zeros(V4_MOST, 4 * 512).bfloat16()
+    layer.wq_b.quant_method._gemm_impl = lambda linear, x, weight, bias=None: torch.mm(
+        x, weight.t(), out=scratch[: len(x)]
+    )
+    found = layer(*inputs)
+    assert torch.equal(found, expected) and found.data_ptr() != scratch.data_ptr()
+
+
+@torch.no_grad()
+def test_a_query_that_did_not_come_from_the_projection_is_not_taken_for_the_buffers(
+    v4_engine: Callable[[], Any],
+) -> None:
+    """What a projection has noted is forgotten with its operator; a specialised decode step projects by itself."""
+    v4_engine()
+    layer, (qr, kv, positions, slots) = v4_layer(), v4_inputs()
+    layer(qr, kv, positions, slots)
+    buffer = query_buffer()
+    assert buffer is not None and projection.thread.buffer is None and projection.thread.query is None
+    stray = buffer[:3, :4].clone()
+    found = layer._fused_qnorm_rope_kv_insert(stray, kv, positions, slots)
+    assert found.data_ptr() not in (buffer.data_ptr(), stray.data_ptr())
+
+
+def _change(path: str, value: Any) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        *parts, last = path.split(".")
+        for part in parts:
+            layer = getattr(layer, part)
+        setattr(layer, last, value)
+
+    return change
+
+
+def _adapter(layer: Any) -> None:
+    layer.wq_b.__class__ = type("ColumnParallelLinearWithLoRA", (type(layer.wq_b),), {})
+
+
+def _quantised(layer: Any) -> None:
+    layer.wq_b.quant_method.__class__ = type("ModelOptLinearMethod", (type(layer.wq_b.quant_method),), {})
+
+
+def _another_kernel(layer: Any) -> None:
+    kernel = layer.wq_b.quant_method.fp8_linear
+    kernel.__class__ = type("CutlassFp8BlockScaledMMKernel", (type(kernel),), {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("bf16", _adapter, "it is a ColumnParallelLinearWithLoRA"),
+        ("bf16", _change("wq_b.bias", torch.nn.Parameter(torch.zeros(4 * 512).bfloat16())), "a bias, or a gather"),
+        ("bf16", lambda layer: layer.wq_b.register_forward_hook(lambda *call: None), "something else hooks"),
+        ("bf16", _change("wq_b.quant_method._gemm_impl", lambda layer, x, w, b=None: x @ w.t()), "is not torch's"),
+        ("bf16", _quantised, "quantised by ModelOptLinearMethod"),
+        ("bf16", _change("backend_cls.get_name", lambda: "FLASHINFER_MLA_SPARSE_DSV4"), "FLASHINFER_MLA_SPARSE_DSV4"),
+        ("bf16", _change("kv_cache_torch_dtype", torch.bfloat16), "a cache of torch.bfloat16"),
+        ("bf16", _change("max_num_batched_tokens", 2), "more tokens than the engine batches"),
+        ("bf16", _change("q_lora_rank", 128), "a weight of shape [2048, 256]"),
+        ("deep_gemm", _another_kernel, "CutlassFp8BlockScaledMMKernel allocates its result"),
+        ("deep_gemm", _change("wq_b.quant_method.weight_block_size", [1, 128]), "a scale for 128 x 128"),
+        ("deep_gemm", _change("wq_b.input_scale", torch.ones(1)), "a scale of the checkpoint's"),
+    ],
+)
+def test_a_v4_layer_that_cannot_write_into_the_buffer_says_why(
+    v4_engine: Callable[[], Any], kind: str, change: Callable[[Any], None], reason: str
+) -> None:
+    inputs = v4_inputs()
+    expected = v4_layer(kind)(*inputs)
+    v4_engine()
+    layer = v4_layer(kind)
+    change(layer)
+    found = layer(*inputs)
+    assert torch.equal(found, expected) and query_buffer() is None
+    (plan,) = summary()["plans"]["wq_b"]
+    assert plan.startswith("model.layers.0.attn: the engine's own: ") and reason in plan
+
+
+@torch.no_grad()
+def test_a_latent_that_is_quantised_already_is_the_engines(v4_engine: Callable[[], Any]) -> None:
+    v4_engine()
+    layer = v4_layer()
+    seen: list[Any] = []
+
+    def own(*call: Any) -> Tensor:
+        seen.append(call)
+        return torch.zeros(1)
+
+    latent, scale = object(), torch.ones(1)
+    projection.project(own, layer, latent, None)
+    projection.project(own, layer, torch.zeros(3, V4_RANK, dtype=torch.float8_e4m3fn), scale)
+    assert seen[0][1] is latent and seen[1][2] is scale and query_buffer() is None
+    (plan,) = summary()["plans"]["wq_b"]
+    assert plan == "model.layers.0.attn: the engine's own: the latent is quantised already"
+
+
+@torch.no_grad()
+def test_a_linear_that_is_exchanged_is_looked_at_again(v4_engine: Callable[[], Any]) -> None:
+    v4_engine()
+    layer, inputs = v4_layer(), v4_inputs()
+    layer(*inputs)
+    _adapter(layer)
+    layer.wq_b = type(layer.wq_b)(layer.wq_b.weight.data)
+    layer(*inputs)
+    assert [plan.partition(": ")[2][:12] for plan in summary()["plans"]["wq_b"]] == ["in the buffe", "the engine's"]
+
+
+@torch.no_grad()
+def test_batch_invariance_keeps_its_own_matmul(v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    v4_engine()
+    assert projection.writer_of(v4_layer()) == "its matmul is not torch's"
+    always = projection.writer_of(v4_layer("flashinfer"))
+    assert isinstance(always, projection.Writer) and always.least == 1
+
+
+@torch.no_grad()
+def test_unregistering_gives_a_v4_layer_its_methods_back(v4_engine: Callable[[], Any]) -> None:
+    owner = importlib.import_module(V4_MODEL).DeepseekV4Attention
+    own = owner._wq_b_proj, owner._fused_qnorm_rope_kv_insert
+    v4_engine()
+    assert owner._wq_b_proj is not own[0] and owner._fused_qnorm_rope_kv_insert is not own[1]
+    unregister()
+    assert (owner._wq_b_proj, owner._fused_qnorm_rope_kv_insert) == own
+
+
+def test_another_plug_in_that_holds_a_v4_method_is_named(
+    engine: Path, operators: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = importlib.import_module(V4_MODEL).DeepseekV4Attention
+    owner._wq_b_proj = lambda self, qr, qr_scale=None: self.wq_b(qr)
+    plugin_v4.override("CPU")
+    register()
+    assert "DeepseekV4Attention._wq_b_proj is not" in caplog.text and not plugin.active()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [None, "projection", "tail", "query"])
+def test_shadow_mode_compares_both_halves(
+    v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, wrong: str | None
+) -> None:
+    """The projection beside the engine's, byte for byte, and the operator on a copy of what the projection left."""
+    monkeypatch.setenv("PREATTN_SHADOW", "1")
+    v4_engine()
+    layer, inputs = v4_layer(mxfp8=True), v4_inputs()
+    layer(*inputs)
+    if wrong == "projection":
+        writer = projection.writer_of(layer)
+        assert isinstance(writer, projection.Writer)
+
+        def nearly(linear: Any, latent: Tensor, out: Tensor) -> None:
+            writer.write(linear, latent, out)
+            out.view(torch.int16)[1, 700] += 1
+
+        layer.__dict__["_preattn_writer"] = (layer.wq_b, projection.Writer("bf16", nearly))
+    if wrong == "tail":
+        buffer = query_buffer()
+        assert buffer is not None
+        buffer[2, 9, 3] = 1.0
+    monkeypatch.setitem(globals(), "MARK", "query" if wrong == "query" else None)
+    layer(*inputs)
+    tallies = summary()["shadow"]
+    assert {name.partition(".")[2]: t["calls"] for name, t in tallies.items()} == {"query": 2, "kv cache": 2}
+    bad = {name: tally["first"] for name, tally in tallies.items() if tally["mismatches"]}
+    op = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.query"
+    where = {"projection": ("wq_b.query", "[1, 700]"), "tail": (op, "[2, 9, 3]"), "query": (op, "[1, 2, 3]")}
+    if wrong is None:
+        assert not bad
+    else:
+        ((name, first),) = bad.items()
+        assert name == where[wrong][0] and f"layer model.layers.0.attn, element {where[wrong][1]}" in first
 
 
 # -- the release's own kernels ---------------------------------------------------------------------------------

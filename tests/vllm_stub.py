@@ -1,8 +1,9 @@
 """A package called ``vllm`` for machines where the real one does not import: the names, signatures and order of calls
 that ``tests/vllm_contract.json`` records, with small CPU bodies of our own.
 
-:func:`lay_out` writes it into a folder, from where the tests import it. The model is DeepSeek-V3.2's attention layer
-from its latents to what attention returns; attention itself is a sum over a head's dims.
+:func:`lay_out` writes it into a folder, from where the tests import it. The models are DeepSeek-V3.2's attention layer
+from its latents to what attention returns (attention itself is a sum over a head's dims), and DeepSeek-V4's from its
+latents to the query that attention is handed, with the linears whose weights decide how that is projected.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ def __getattr__(name):
     if name == "VLLM_PLUGINS":
         value = os.environ.get(name)
         return None if value is None else value.split(",")
+    if name == "VLLM_BATCH_INVARIANT":
+        return os.environ.get(name, "0") == "1"
     raise AttributeError(name)
 """,
     "vllm/platforms.py": """
@@ -226,6 +229,118 @@ class DeepseekV32Attention(MLAAttention):
         )
         out, _ = self.impl.forward_mqa((ql_nope, mqa_q), self.kv_cache, None, self)
         return out.clone()
+""",
+    "vllm/model_executor/layers/utils.py": """
+import torch
+
+def default_unquantized_gemm(layer, x, weight, bias=None):
+    return torch.nn.functional.linear(x, weight, bias)
+""",
+    "vllm/model_executor/layers/linear.py": """
+import torch
+from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+class UnquantizedLinearMethod:
+    def __init__(self):
+        self._gemm_impl = default_unquantized_gemm
+
+    def apply(self, layer, x, bias=None):
+        return self._gemm_impl(layer, x, layer.weight, bias)
+
+class ColumnParallelLinear(torch.nn.Module):
+    def __init__(self, weight, quant_method=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", None)
+        self.return_bias, self.gather_output, self.tp_size = False, False, 1
+        self.quant_method = quant_method or UnquantizedLinearMethod()
+
+    def forward(self, input_):
+        return self.quant_method.apply(self, input_, self.bias)
+""",
+    "vllm/model_executor/layers/quantization/utils/fp8_utils.py": """
+import torch
+
+def per_token_group_quant_fp8(x, group_size, column_major_scales=False, use_ue8m0=None):
+    groups = x.float().unflatten(1, (-1, group_size))
+    scales = groups.abs().amax(-1).clamp(min=1e-10) / 448
+    codes = (groups / scales[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    return codes, scales.t().contiguous().t() if column_major_scales else scales
+""",
+    "vllm/utils/deep_gemm.py": """
+import torch
+
+def fp8_gemm_nt(latent, weight, output, is_deep_gemm_e8m0_used=True):
+    (codes, scales), (rows, blocks) = latent, weight
+    a = (codes.float().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
+    b = rows.float() * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    output.copy_((a @ b.t()).bfloat16())
+""",
+    "vllm/model_executor/layers/quantization/fp8.py": """
+class Fp8LinearMethod:
+    block_quant, weight_block_size = True, [128, 128]
+
+    def __init__(self, kernel):
+        self.fp8_linear = kernel
+
+    def apply(self, layer, x, bias=None):
+        return self.fp8_linear.apply_weights(layer, x, bias)
+""",
+    "vllm/model_executor/kernels/linear/scaled_mm/deep_gemm.py": """
+import torch
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+from vllm.utils.deep_gemm import fp8_gemm_nt
+
+class DeepGemmFp8BlockScaledMMKernel:
+    use_deep_gemm_e8m0, use_triton = False, False
+
+    def quant_fp8(self, x, scale=None, scale_ub=None, use_triton=False):
+        return per_token_group_quant_fp8(x, 128, column_major_scales=True)
+
+    def apply_weights(self, layer, x, bias=None):
+        output = torch.empty(x.shape[0], layer.weight.shape[0], dtype=torch.bfloat16)
+        fp8_gemm_nt(self.quant_fp8(x), (layer.weight, layer.weight_scale_inv), output, is_deep_gemm_e8m0_used=False)
+        return output
+""",
+    "vllm/model_executor/kernels/linear/scaled_mm/flashinfer.py": """
+from types import SimpleNamespace
+from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+from .deep_gemm import DeepGemmFp8BlockScaledMMKernel, fp8_gemm_nt
+
+class FlashInferFp8DeepGEMMDynamicBlockScaledKernel:
+    def __init__(self):
+        self.fallback, self.weight_group_shape = DeepGemmFp8BlockScaledMMKernel(), SimpleNamespace(col=128)
+
+    def apply_weights(self, layer, x, bias=None):
+        return self.fallback.apply_weights(layer, x if len(x) >= 32 else x * 1.0, bias)
+""",
+    "vllm/models/deepseek_v4/attention.py": """
+import torch
+
+class DeepseekV4Attention(torch.nn.Module):
+    mxfp8 = False
+
+    def __init__(self, prefix, backend_cls, wq_b, heads, padded_heads, most, cache, cos_sin_cache):
+        super().__init__()
+        self.prefix, self.backend_cls, self.wq_b = prefix, backend_cls, wq_b
+        self.n_local_heads, self.padded_heads, self.head_dim = heads, padded_heads, 512
+        self.q_lora_rank, self.max_num_batched_tokens = wq_b.weight.shape[1], most
+        self.kv_cache_torch_dtype, self.cache, self.cos_sin_cache, self.eps = cache.dtype, cache, cos_sin_cache, 1e-6
+
+    def forward(self, qr, kv, positions, slots):
+        q = self._wq_b_proj(qr, None).view(-1, self.n_local_heads, self.head_dim)
+        return self._fused_qnorm_rope_kv_insert(q, kv, positions, slots)
+
+    def _wq_b_proj(self, qr, qr_scale=None):
+        return self.wq_b(qr)
+
+    def _fused_qnorm_rope_kv_insert(self, q, kv, positions, attn_metadata):
+        if attn_metadata is None:
+            return torch.nn.functional.pad(q, (0, 0, 0, self.padded_heads - self.n_local_heads), value=0.0)
+        return torch.ops.preattn_test_C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q, kv, self.cache, attn_metadata, positions, self.cos_sin_cache, self.padded_heads, self.eps, 64,
+            not self.mxfp8, self.mxfp8,
+        )
 """,
     "vllm/models/other.py": "class OtherAttention: ...\n",
 }

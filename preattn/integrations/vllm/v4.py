@@ -1,7 +1,8 @@
 """DeepSeek-V4 and V4.1 inside vLLM: our kernels behind the engine's own operators.
 
 The models call operators of the namespace ``_C``. Their CUDA kernels are overridden in torch's dispatcher, so that
-every caller, compiled or not, gets ours; :func:`restore` takes the override away.
+every caller, compiled or not, gets ours; :func:`restore` takes the override away. A layer that calls one of them hands
+over its own query, which is finished where it lies (:mod:`.projection`).
 
 An operator's first call with arguments of a new kind compiles that kind for small and large steps. The engine makes
 such calls in its warm-up before it captures a graph.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ... import dispatch, formats, v4
 from ...policy import STEP_SIZES
-from . import report, shadow
+from . import projection, report, shadow
 from .patching import Occupied, Patches
 
 MODELS = ("vllm.models.deepseek_v4.attention", "vllm.models.deepseek_v41.attention")
@@ -30,8 +31,9 @@ _warm: set[tuple[Any, ...]] = set()
 
 
 def patch_model(module: ModuleType, patches: Patches) -> None:
-    """Override the operators, once, whichever of the models is imported first."""
+    """Override the operators, once, whichever of the models is imported first, and two methods of its layer."""
     override("CUDA")
+    projection.patch(module, patches)
 
 
 def override(key: str) -> None:
@@ -70,11 +72,11 @@ def restore() -> None:
 
 def _kernel(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
     def run(keys: torch.DispatchKeySet, *args: Any) -> Any:
+        result = _shadowed(name, ours, keys, *args) if shadow.active() else ours(*args)
         if report.tracing():
-            report.count(name, ours.__name__.strip("_"))
-        if shadow.active():
-            return _shadowed(name, ours, keys, *args)
-        return ours(*args)
+            in_place = result is not None and result.numel() > 0 and result.data_ptr() == args[0].data_ptr()
+            report.count(name, ours.__name__.strip("_") + (", in place" if in_place else ""))
+        return result
 
     return run
 
@@ -97,6 +99,7 @@ def _quant_insert(
     apply_q_rope: bool = True,
     is_q_interleaved: bool = False,
 ) -> Tensor:
+    owned = not is_q_interleaved and projection.owned(q_in)
     return _query_kv(
         q_in,
         kv,
@@ -109,6 +112,8 @@ def _quant_insert(
         query_norm_eps=eps if apply_q_norm and not is_q_interleaved else None,
         padded_heads=q_head_padded,
         layout="chunk_interleaved" if is_q_interleaved else "head_major",
+        out=projection.place(q_in, q_head_padded) if owned else None,
+        owned=owned,
     )
 
 
@@ -202,27 +207,35 @@ def _query_kv(
     table: Tensor,
     *,
     out: Tensor | None = None,
+    owned: bool = False,
     **options: Any,
 ) -> Tensor:
-    """:func:`preattn.v4.query_kv_insert`, compiled for small and large steps where its kind is new."""
+    """:func:`preattn.v4.query_kv_insert`, compiled for small and large steps where its kind is new.
+
+    A step of a query that its layer owns may be in place and the next one not (:attr:`.projection.Writer.least`): both
+    are compiled at the first of either.
+    """
     step = (_clip(slots, query), positions)
     scales = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-    in_place = out is query
+    in_place = out is query and not owned
     kind = (
         "query",
         *[x.dtype for x in (query, kv, *step, table)],
         query.shape[1],
         cache.shape[1],
-        in_place,
-        None if out is None else out.dtype,
+        "owned" if owned else in_place,
+        None if owned or out is None else out.dtype,
         *sorted(scales.items()),
     )
 
     def held(tokens: int) -> None:
-        into = None if out is None else out.new_empty(tokens, *out.shape[1:])
+        into = None if owned or out is None else out.new_empty(tokens, *out.shape[1:])
         rows = into if in_place and into is not None else _rows(query, tokens)
         where = (_rows(step[0], tokens), _rows(step[1], tokens))
         v4.query_kv_insert(rows, _rows(kv, tokens), cache, *where, table, out=into, **options)
+        if owned:
+            into = query.new_empty(tokens, options["padded_heads"], v4.HEAD_DIM)
+            v4.query_kv_insert(into[:, : query.shape[1]], _rows(kv, tokens), cache, *where, table, out=into, **options)
 
     _compile(kind, held)
     return v4.query_kv_insert(query, kv, cache, *step, table, out=out, **options)
@@ -276,16 +289,16 @@ def _shadowed(name: str, ours: Callable[..., Any], keys: torch.DispatchKeySet, *
     pages = shadow.Pages(cache, _clip(call["slot_mapping"], tokens), formats.record(record))
     theirs = {**call, "slot_mapping": pages.slots}
     theirs["k_cache"] = pages.copy if call["k_cache"].dim() == 3 else pages.copy.flatten(1)
-    for mutated in ("q", "q_fp8"):  # "q" of the fp8 operator is read alone, and its copy does no harm
+    for mutated in ("q_in", "q", "q_fp8"):  # an input that is only read is copied too, which does no harm
         if mutated in call:
-            theirs[mutated] = call[mutated].clone()
-    result = ours(*args)
+            theirs[mutated] = call[mutated].clone(memory_format=torch.contiguous_format)
+    layer, result = projection.layer_name(), ours(*args)
     expected = _originals[name].call_boxed(keys, *theirs.values())
     norm = bool(call.get("apply_q_norm", False)) and not call.get("is_q_interleaved", False)
     written = "q_fp8" if "q_fp8" in call else "q"
     if result is not None:
-        shadow.compare(name, "query", "of this call", result, expected, norm=norm)
+        shadow.compare(name, "query", layer, result, expected, norm=norm)
     elif written in call:
-        shadow.compare(name, "query", "of this call", call[written], theirs[written], norm=norm)
-    pages.compare(name, "kv cache", "of this call")
+        shadow.compare(name, "query", layer, call[written], theirs[written], norm=norm)
+    pages.compare(name, "kv cache", layer)
     return result
