@@ -12,9 +12,9 @@ help:
 	@echo "make demo    one real step: recorded inputs, bytes verified, time and GB/s on this machine"
 	@echo "make test    lint, then the tests (WORKERS=2 processes; ARGS='-k name' goes to pytest)"
 	@echo "make lint    ruff, ruff format, mypy"
-	@echo "make nightly    EXAMPLES=20000 random calls of each property, in the interpreter"
+	@echo "make nightly    EXAMPLES=20000 random calls, split evenly over the properties and rounded up: docs/nightly.md"
 	@echo "make mutants    break the library on purpose, and see that a test notices: docs/mutants.md"
-	@echo "make sanitize   one pass over the cases on a GPU under each tool of compute-sanitizer"
+	@echo "make sanitize   one pass over the cases on a GPU under each tool of compute-sanitizer: docs/sanitize.md"
 	@echo "make clean   remove .venv, build products and caches"
 	@echo "scripts/python ARGUMENTS   the interpreter that these use"
 
@@ -30,22 +30,15 @@ lint:
 	scripts/python --skip-without mypy -m mypy
 
 nightly:
-	PREATTN_EXAMPLES=$(EXAMPLES) scripts/python --need "$(TEST_NEEDS)" -m pytest -n $(WORKERS) --timeout 0 \
+	OMP_NUM_THREADS=1 PREATTN_EXAMPLES=$(EXAMPLES) PREATTN_PARTS=$(PARTS) PREATTN_COUNTS=docs/nightly.md \
+		scripts/python --need "$(TEST_NEEDS)" -m pytest -n $(WORKERS) --dist worksteal --timeout 0 \
 		tests/test_properties.py $(ARGS)
 
 mutants:
 	scripts/python --need "$(TEST_NEEDS)" scripts/mutants.py $(ARGS)
 
-# Without its allocator's cache, torch hands out memory that the tools see begin, end and be written.
 sanitize:
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 \
-		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --error-exitcode 1 \
-		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
-	compute-sanitizer --tool synccheck --error-exitcode 1 \
-		scripts/python --need "$(PACKAGE_NEEDS)" tests/gpu/run_cases.py
+	scripts/python --need "$(PACKAGE_NEEDS)" scripts/sanitize.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,7 +1,7 @@
 """Compile the launches of the registry for every architecture, on any machine, and report what the compiler did.
 
 Run as a script (kernels must not be in the interpreter): one JSON object a line with kernel, target,
-registers, spills and the widths of the global accesses in the PTX.
+registers, spills, the widths of the global accesses in the PTX, and where it makes NaNs one NaN.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ def accesses(ptx: str) -> dict[str, int]:
     return dict(counts)
 
 
+def nans(ptx: str) -> int:
+    """How many values are replaced by the bf16 NaN, in words of the kernel's own and not within a conversion."""
+    return len(re.findall(r"\bselp\.b16\s.*\b(?:32767|0x7FFF)\b", ptx))
+
+
 def report(name: str, launch: Launch, target: str) -> dict[str, object]:
     """Compile one launch for one target."""
     compiled = triton.compile(
@@ -97,7 +102,8 @@ def report(name: str, launch: Launch, target: str) -> dict[str, object]:
     )
     row: dict[str, object] = {"case": name, "kernel": launch.kernel.name, "target": target, "warps": launch.num_warps}
     if "cubin" in compiled.asm:
-        row |= ptxas_report(compiled.asm["cubin"]) | {"accesses": accesses(compiled.asm["ptx"])}
+        ptx = compiled.asm["ptx"]
+        row |= ptxas_report(compiled.asm["cubin"]) | {"accesses": accesses(ptx), "nans": nans(ptx)}
     else:
         text = compiled.asm["amdgcn"]
         for key in ("vgpr_spill_count", "sgpr_spill_count", "vgpr_count"):

@@ -1,33 +1,39 @@
 """Properties of random calls: kernels equal the reference to the bit, and no byte changes that an op does not own.
 
 Every tensor of a call lies somewhere in a poisoned buffer, with strides of its own. A call is made once with each
-backend over the same memory; whole buffers are compared afterwards, inputs among them.
+backend, over copies of the same memory: on the CPU, and where kernels run. Whole buffers are compared afterwards,
+inputs among them.
+
+In the interpreter every choice of an example is hypothesis's. On a GPU that would compile a kernel for nearly every
+example, so the choices that kernels are compiled for come from a few variants of each property; all others, and every
+value, stride, offset, slot and position, stay free.
 """
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from conftest import DEVICE, SEARCH
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from preattn import dsa, formats, policy, v4
-from preattn.dispatch import Backend, backend
+from preattn.cases.base import as_bytes
+from preattn.dispatch import Backend, backend, use_kernels
 from preattn.weights import as_chunks
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on CPU tensors in Triton's interpreter only"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter, at infinities and NaNs
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, at infinities and NaNs
 
-EXAMPLES = int(os.environ.get("PREATTN_EXAMPLES", "0"))  # a longer search: this many of each property
-SEED = int(os.environ.get("PREATTN_SEED", "20261130"))
+Choose = Callable[[Sequence[Any]], Any]
+
 POISON = 0xA5
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -41,27 +47,104 @@ NON_FINITE_BITS = {
 }
 
 
-def examples(count: int) -> Callable[[Any], Any]:
-    """A property with so many examples, the same ones in every run."""
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-    options = settings(
-        max_examples=EXAMPLES or count,
-        phases=(Phase.generate,),  # an example is small already, and shrinking takes longer than all of them
-        deadline=None,
-        database=None,
-        suppress_health_check=checks,
-    )
-    return lambda function: seed(SEED)(options(function))
+@cache
+def order(name: str, turn: int, variants: int) -> list[int]:
+    """Which option each variant of a property takes when it chooses for the so-many-th time."""
+    numbers = list(range(variants))
+    random.Random(f"{name}/{turn}").shuffle(numbers)
+    return numbers
+
+
+def structure(name: str, variant: int, variants: int) -> Choose:
+    """The choices of one variant of a property: the same ones in every example of it.
+
+    All variants together take every option equally often, but at choices that only some of them have.
+    """
+    turns = count()
+    return lambda options: options[order(name, next(turns), variants)[variant] % len(options)]
+
+
+PROPERTIES: list[str] = []
+"""The names of all, in order of definition."""
+
+
+def examples(few: int) -> Callable[[Callable[[Memory], None]], Callable[..., None]]:
+    """A property of so many random calls, or of its share of a longer search; the same ones in every run."""
+
+    def decorate(holds: Callable[[Memory], None]) -> Callable[..., None]:
+        name = holds.__name__.removeprefix("test_")
+        PROPERTIES.append(name)
+
+        @pytest.mark.parametrize("part", range(SEARCH.parts))
+        def run(part: int, record_property: Callable[[str, object], None]) -> None:
+            done = {"property": name, "examples": 0, "bytes": 0, "seconds": 0.0}
+            variants = range(SEARCH.variants)[part :: SEARCH.parts]  # parts do not compile each other's
+
+            @seed(SEARCH.seed + part)
+            @settings(
+                max_examples=SEARCH.share(few, len(PROPERTIES)),
+                phases=(Phase.generate,),  # an example is small already, and shrinking takes longer than all of them
+                deadline=None,
+                database=None,
+                suppress_health_check=[
+                    HealthCheck.too_slow,
+                    HealthCheck.data_too_large,
+                    HealthCheck.large_base_example,
+                ],
+            )
+            @given(NUMBERS, st.data())
+            def call(number: int, data: st.DataObject) -> None:
+                def draw(options: Sequence[Any]) -> Any:
+                    return data.draw(st.sampled_from(options))
+
+                pick = structure(name, draw(variants), SEARCH.variants) if variants else draw
+                memory = Memory(number, draw, pick)
+                holds(memory)
+                done["examples"] += 1
+                done["bytes"] += memory.compared
+
+            start = time.perf_counter()
+            try:
+                call()
+            finally:
+                done["seconds"] = time.perf_counter() - start
+                record_property("random calls", done)
+
+        run.__name__, run.__doc__ = holds.__name__, holds.__doc__
+        return run
+
+    return decorate
+
+
+def moved(value: Any, homes: dict[int, Tensor], device: str) -> Any:
+    """An argument elsewhere: a tensor is the same view of its buffer's copy (``homes``: by the buffer's address).
+
+    One that lies in no buffer is copied, with its strides; what is no tensor stays as it is.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    home = homes.get(value.untyped_storage().data_ptr())
+    if home is None:
+        return value.to(device, copy=True)
+    return home.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 class Memory:
-    """The buffers of one call, and which of their bytes the call may write."""
+    """The buffers of one call, and which of their bytes the call may write.
 
-    def __init__(self, number: int) -> None:
+    Attributes:
+        draw: one of some options, freely.
+        pick: one of some options that kernels are compiled for.
+        compared: bytes that :meth:`check` has compared.
+    """
+
+    def __init__(self, number: int, draw: Choose, pick: Choose) -> None:
+        self.draw, self.pick = draw, pick
         self.random = random.Random(number)
         self.generator = torch.Generator().manual_seed(number)
         self.buffers: list[Tensor] = []
         self.owned: list[Tensor] = []
+        self.compared = 0
 
     def maybe(self, chance: float = 0.5) -> bool:
         return self.random.random() < chance
@@ -171,7 +254,7 @@ class Memory:
 
     def paged(self, record: formats.Record, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A cache in a pool, and slots, distinct or outside it; their bytes are owned."""
-        block_size = self.random.choice((1, 2, 3, 4, 16, 60, 64, 256))
+        block_size = self.pick((1, 2, 3, 4, 16, 60, 64, 256))
         blocks = self.random.choice((0, 1, 2, 3)) + -(-tokens // block_size)
         stride = -(-record.page_bytes(block_size) // 16) * 16 + self.random.choice((0, 0, 16, 576))
         offset = 16 * self.random.randrange(8)
@@ -206,16 +289,14 @@ class Memory:
         return cache, view.copy_(slots)
 
     def run(self, name: Backend, function: Callable[..., Any], arguments: dict[str, Any]) -> list[Tensor]:
-        """Make the call; what it returned and every buffer, as bytes. The buffers are then as they were."""
-        before = [buffer.clone() for buffer in self.buffers]
+        """Make the call on copies of all buffers; what it returned and every copy, as bytes on the CPU."""
+        device = DEVICE if name == "triton" else "cpu"
+        copies = [buffer.to(device, copy=True) for buffer in self.buffers]
+        homes = {old.untyped_storage().data_ptr(): new for old, new in zip(self.buffers, copies, strict=True)}
         with backend(name):
-            result = function(**arguments)
+            result = function(**{key: moved(value, homes, device) for key, value in arguments.items()})
         results = result if isinstance(result, tuple) else (result,)
-        after = [r.contiguous().flatten().view(torch.uint8).clone() for r in results if isinstance(r, Tensor)]
-        after += [buffer.clone() for buffer in self.buffers]
-        for buffer, old in zip(self.buffers, before, strict=True):
-            buffer.copy_(old)
-        return after
+        return [as_bytes(tensor) for tensor in (*results, *copies) if isinstance(tensor, Tensor)]
 
     def check(self, function: Callable[..., Any], **arguments: Any) -> None:
         """Call with both backends; compare bytes, and hold changes against what is owned."""
@@ -223,34 +304,33 @@ class Memory:
         kernels = self.run("triton", function, arguments)
         for index, (want, got) in enumerate(zip(reference, kernels, strict=True)):
             assert torch.equal(want, got), f"{index}: {(want != got).nonzero().flatten()[:8].tolist()}"
+            self.compared += want.numel()
         for before, owned, after in zip(self.buffers, self.owned, kernels[-len(self.buffers) :], strict=True):
             assert not ((before != after) & ~owned).any(), "a byte changed that the op does not own"
 
 
 NUMBERS = st.integers(0, 2**32 - 1)
-TOKENS = st.sampled_from((0, 1, 2, 3, 5, 17))
-HEADS = st.sampled_from((1, 2, 3, 4, 5, 8))
-DTYPES = st.sampled_from((BF16, FP16))
-INDEX = st.sampled_from((torch.int64, torch.int32))
-TABLES = st.sampled_from((FP32, BF16))
-PAIRINGS = st.sampled_from(("interleaved", "half_split"))
-FLAG = st.booleans()
-PROJECTED = st.sampled_from((0, 1, 3, 17, 40, 70))  # both orders of the product; KV programs with more than one batch
-PADDING = st.integers(0, 3)
+TOKENS = (0, 1, 2, 3, 5, 17)
+HEADS = (1, 2, 3, 4, 5, 8)
+DTYPES = (BF16, FP16)
+INDEX = (torch.int64, torch.int32)
+TABLES = (FP32, BF16)
+PAIRINGS = ("interleaved", "half_split")
+FLAG = (False, True)
+PROJECTED = (0, 1, 3, 17, 40, 70)  # both orders of the product; KV programs with more than one batch
 
 
 @examples(60)
-@given(NUMBERS, TOKENS, HEADS, st.data())
-def test_v4_query_kv_insert(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    dtype, layout = data.draw(DTYPES), data.draw(st.sampled_from(policy.LAYOUTS))
-    record = data.draw(st.sampled_from(list(v4.RECORDS)))
-    padded = data.draw(st.sampled_from((None, 0, heads, heads + 1, 2 * heads, 16)))
+def test_v4_query_kv_insert(memory: Memory) -> None:
+    tokens, heads = memory.draw(TOKENS), memory.pick(HEADS)
+    dtype, layout = memory.pick(DTYPES), memory.pick(policy.LAYOUTS)
+    record = memory.pick(list(v4.RECORDS))
+    padded = memory.pick((None, 0, heads, heads + 1, 2 * heads, 16))
     major = layout == "head_major"
-    quantise = major and data.draw(FLAG)
-    in_place = major and not quantise and padded != 0 and data.draw(FLAG)
-    cache, slots = memory.paged(v4.RECORDS[record], tokens, data.draw(INDEX))
-    table = memory.table(data.draw(TABLES), 2 if memory.maybe() else 16)
+    quantise = major and memory.pick(FLAG)
+    in_place = major and not quantise and padded != 0 and memory.pick(FLAG)
+    cache, slots = memory.paged(v4.RECORDS[record], tokens, memory.pick(INDEX))
+    table = memory.table(memory.pick(TABLES), 2 if memory.maybe() else 16)
     rows = heads if padded is None else padded
     query = memory.rows(tokens, heads, 512, dtype=dtype, inner=1 if major else 2)
     out = None
@@ -260,7 +340,7 @@ def test_v4_query_kv_insert(number: int, tokens: int, heads: int, data: st.DataO
         out[:, :heads] = query
         query = out[:, :heads]
         memory.own(query)
-    elif data.draw(FLAG):
+    elif memory.draw(FLAG):
         out = memory.tensor(tokens, rows, 512, dtype=E4M3 if quantise else dtype, inner=2, written=True)
     memory.check(
         v4.query_kv_insert,
@@ -268,54 +348,52 @@ def test_v4_query_kv_insert(number: int, tokens: int, heads: int, data: st.DataO
         kv=memory.rows(tokens, 512, dtype=dtype),
         cache=cache,
         slots=slots,
-        positions=memory.positions(tokens, table, data.draw(INDEX)),
+        positions=memory.positions(tokens, table, memory.pick(INDEX)),
         rope_table=table,
         record=record,
-        query_rope=major and data.draw(FLAG),
-        query_norm_eps=data.draw(st.sampled_from((None, 1e-6, 1e-5, 0.0))) if major else None,
+        query_rope=major and memory.pick(FLAG),
+        query_norm_eps=memory.pick((None, 1e-6, 1e-5, 0.0)) if major else None,
         padded_heads=padded,
         layout=layout,
         query_scale_inv=memory.scale(-30, 30) if quantise else None,
         kv_scale=memory.scale(-100, 100) if record == "fp8" else None,
         out=out,
-        form=data.draw(st.sampled_from(("one_launch", "two_launches"))),
+        form=memory.pick(("one_launch", "two_launches")),
     )
 
 
 @examples(60)
-@given(NUMBERS, TOKENS, st.data())
-def test_v4_kv_insert(number: int, tokens: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    record, dtype = data.draw(st.sampled_from(list(v4.RECORDS))), data.draw(DTYPES)
-    cache, slots = memory.paged(v4.RECORDS[record], tokens, data.draw(INDEX))
-    table = memory.table(data.draw(TABLES), 2 if memory.maybe() else 16)
-    weight = data.draw(st.sampled_from((None, BF16, FP16, FP32)))
+def test_v4_kv_insert(memory: Memory) -> None:
+    tokens = memory.draw(TOKENS)
+    record, dtype = memory.pick(list(v4.RECORDS)), memory.pick(DTYPES)
+    cache, slots = memory.paged(v4.RECORDS[record], tokens, memory.pick(INDEX))
+    table = memory.table(memory.pick(TABLES), 2 if memory.maybe() else 16)
+    weight = memory.pick((None, BF16, FP16, FP32))
     memory.check(
         v4.kv_insert,
         kv=memory.rows(tokens, 512, dtype=dtype),
         cache=cache,
         slots=slots,
-        positions=memory.positions(tokens, table, data.draw(INDEX)),
+        positions=memory.positions(tokens, table, memory.pick(INDEX)),
         rope_table=table,
         record=record,
         kv_scale=memory.scale(-100, 100) if record == "fp8" else None,
         norm_weight=None if weight is None else memory.weight(512, weight),
-        norm_eps=data.draw(st.sampled_from((1e-6, 1e-5, 0.0))),
+        norm_eps=memory.draw((1e-6, 1e-5, 0.0)),
     )
 
 
 @examples(30)
-@given(NUMBERS, TOKENS, HEADS, st.data())
-def test_v4_pad_query(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    dtype, layout = data.draw(DTYPES), data.draw(st.sampled_from(policy.LAYOUTS))
-    padded = heads + data.draw(st.integers(0, 9))
+def test_v4_pad_query(memory: Memory) -> None:
+    tokens, heads = memory.draw(TOKENS), memory.pick(HEADS)
+    dtype, layout = memory.pick(DTYPES), memory.pick(policy.LAYOUTS)
+    padded = heads + memory.pick(range(10))
     query = memory.rows(tokens, heads, 512, dtype=dtype, inner=1 if layout == "head_major" else 2)
-    out = memory.tensor(tokens, padded, 512, dtype=dtype, inner=2, written=True) if data.draw(FLAG) else None
+    out = memory.tensor(tokens, padded, 512, dtype=dtype, inner=2, written=True) if memory.draw(FLAG) else None
     memory.check(v4.pad_query, query=query, padded_heads=padded, layout=layout, out=out)
 
 
-def projection(memory: Memory, tokens: int, heads: int, data: st.DataObject) -> dict[str, Any]:
+def projection(memory: Memory, tokens: int, heads: int) -> dict[str, Any]:
     """Operands of a projection whose sums are exact in any order: small integers, scales that are powers of two."""
 
     def integers(view: Tensor) -> Tensor:
@@ -324,17 +402,17 @@ def projection(memory: Memory, tokens: int, heads: int, data: st.DataObject) -> 
     def exponents(view: Tensor) -> Tensor:
         return view.copy_(torch.randint(-2, 3, view.shape, generator=memory.generator))
 
-    kind, layout = data.draw(st.sampled_from(("bf16", "e4m3", "mx"))), data.draw(st.sampled_from(policy.LAYOUTS))
-    rank, padded = data.draw(st.sampled_from((64, 128) if kind == "bf16" else (128,))), heads + data.draw(PADDING)
+    kind, layout = memory.pick(("bf16", "e4m3", "mx")), memory.pick(policy.LAYOUTS)
+    rank, padded = memory.pick((64, 128) if kind == "bf16" else (128,)), heads + memory.pick(range(4))
     dtype, rows = BF16 if kind == "bf16" else E4M3, heads * 512
     operands: dict[str, Any] = {
         "x": integers(memory.tensor(tokens, rank, dtype=dtype)),
         "weight": integers(memory.tensor(rows, rank, dtype=dtype)),
         "layout": layout,
-        "form": data.draw(st.sampled_from(("kernel", "kernel", "kernel", "matmul"))) if kind == "bf16" else "kernel",
+        "form": memory.pick(("kernel", "kernel", "kernel", "matmul")) if kind == "bf16" else "kernel",
     }
     if kind != "bf16":
-        shape = (tokens, rank // 128) if data.draw(FLAG) else (tokens,)
+        shape = (tokens, rank // 128) if memory.pick(FLAG) else (tokens,)
         operands["x_scale"] = exponents(memory.tensor(*shape, dtype=FP32, inner=0, unit=4)).exp2_()
         if kind == "e4m3":
             scale = memory.tensor(rows // 128, rank // 128, dtype=FP32, inner=2, unit=4, gap=False)
@@ -348,65 +426,64 @@ def projection(memory: Memory, tokens: int, heads: int, data: st.DataObject) -> 
 
 
 @examples(40)
-@given(NUMBERS, PROJECTED, st.sampled_from((1, 2, 3)), st.data())
-def test_v4_project_query(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    memory.check(v4.project_query, **projection(memory, tokens, heads, data))
+def test_v4_project_query(memory: Memory) -> None:
+    tokens, heads = memory.draw(PROJECTED), memory.pick((1, 2, 3))
+    memory.check(v4.project_query, **projection(memory, tokens, heads))
 
 
 @examples(40)
-@given(NUMBERS, PROJECTED, st.sampled_from((1, 2, 3)), st.data())
-def test_v4_project_query_kv_insert(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    operands = projection(memory, tokens, heads, data)
-    major, record = operands["layout"] == "head_major", data.draw(st.sampled_from(list(v4.RECORDS)))
-    cache, slots = memory.paged(v4.RECORDS[record], tokens, data.draw(INDEX))
-    table = memory.table(data.draw(TABLES), 2 if memory.maybe() else 16)
+def test_v4_project_query_kv_insert(memory: Memory) -> None:
+    tokens, heads = memory.draw(PROJECTED), memory.pick((1, 2, 3))
+    operands = projection(memory, tokens, heads)
+    major, record = operands["layout"] == "head_major", memory.pick(list(v4.RECORDS))
+    cache, slots = memory.paged(v4.RECORDS[record], tokens, memory.pick(INDEX))
+    table = memory.table(memory.pick(TABLES), 2 if memory.maybe() else 16)
     memory.check(
         v4.project_query_kv_insert,
         **operands,
         kv=memory.rows(tokens, 512, dtype=BF16),
         cache=cache,
         slots=slots,
-        positions=memory.positions(tokens, table, data.draw(INDEX)),
+        positions=memory.positions(tokens, table, memory.pick(INDEX)),
         rope_table=table,
         record=record,
-        query_rope=major and data.draw(FLAG),
-        query_norm_eps=data.draw(st.sampled_from((None, 1e-6, 0.0))) if major else None,
+        query_rope=major and memory.pick(FLAG),
+        query_norm_eps=memory.pick((None, 1e-6, 0.0)) if major else None,
         kv_scale=memory.scale(-100, 100) if record == "fp8" else None,
     )
 
 
 @examples(60)
-@given(NUMBERS, TOKENS, HEADS, st.data())
-def test_dsa_query(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    rope_dim = data.draw(st.sampled_from((64, 64, 64, 0)))
-    form, quantise = data.draw(st.sampled_from(("packed", "pair"))), data.draw(FLAG)
+def test_dsa_query(memory: Memory) -> None:
+    tokens, heads = memory.draw(TOKENS), memory.pick(HEADS)
+    rope_dim = memory.pick((64, 64, 64, 0))
+    form, quantise = memory.pick(("packed", "pair")), memory.pick(FLAG)
     dtype = E4M3 if quantise else BF16
-    where = data.draw(st.sampled_from(("apart", "cast", "front", "none")))
-    padded = data.draw(st.sampled_from((None, heads, heads + 1, 16))) if form == "packed" else None
+    where = memory.pick(("apart", "cast", "front", "none"))
+    padded = memory.pick((None, heads, heads + 1, 16)) if form == "packed" else None
     rows = heads if padded is None else padded
     latent: Tensor | None = memory.rows(tokens, heads, 512, dtype=BF16)
     if where == "cast" and quantise:
         latent = latent.clamp(-448, 448).to(E4M3)
     out = None
-    if form == "packed" and (where in ("front", "none") or data.draw(FLAG)):
+    if form == "packed" and (where in ("front", "none") or memory.pick(FLAG)):
         out = memory.tensor(tokens, rows, 512 + rope_dim, dtype=dtype, inner=2, written=True)
         if where in ("front", "none"):
             memory.own(out[:, :heads, 512:])
             latent = out[:, :heads, :512] if where == "front" else None
-    table = memory.table(data.draw(TABLES), 16) if rope_dim else None
-    index_heads = data.draw(st.sampled_from((0, 1, 3, 4, 16)))
-    index_table = memory.table(data.draw(TABLES), 16) if index_heads and (table is None or data.draw(FLAG)) else None
+    table = memory.table(memory.pick(TABLES), 16) if rope_dim else None
+    index_heads = memory.pick((0, 1, 3, 4, 16))
+    index_table = None
+    if index_heads and (table is None or memory.pick(FLAG)):
+        index_table = memory.table(memory.pick(TABLES), 16)
     shorter = min([t for t in (table, index_table) if t is not None], key=len, default=torch.zeros(9, 64))
     indexer: dict[str, Any] = {}
     if index_heads:
-        weights = memory.tensor(tokens, index_heads, dtype=data.draw(TABLES), unit=4)
+        weights = memory.tensor(tokens, index_heads, dtype=memory.pick(TABLES), unit=4)
         indexer = {
             "index_query": memory.rows(tokens, index_heads, 128, dtype=BF16, inner=2),
             "index_weights": weights.copy_(torch.randn(tokens, index_heads, generator=memory.generator)),
-            "index_pairing": data.draw(PAIRINGS),
+            "index_pairing": memory.pick(PAIRINGS),
             "index_rope_table": index_table,
             "softmax_scale": 128**-0.5,
             "head_scale": index_heads**-0.5,
@@ -415,27 +492,26 @@ def test_dsa_query(number: int, tokens: int, heads: int, data: st.DataObject) ->
         dsa.query,
         q_pe=memory.rows(tokens, heads, rope_dim, dtype=BF16),
         latent=latent,
-        positions=memory.positions(tokens, shorter, data.draw(INDEX)),
+        positions=memory.positions(tokens, shorter, memory.pick(INDEX)),
         rope_table=table,
         form=form,
         padded_heads=padded,
         query_scale=memory.scale(-64, 64) if quantise else None,
-        rope_output=data.draw(PAIRINGS),
+        rope_output=memory.pick(PAIRINGS),
         out=out,
         **indexer,
     )
 
 
 @examples(20)
-@given(NUMBERS, st.sampled_from((0, 1, 3, 17)), st.sampled_from((1, 2, 3)), st.data())
-def test_dsa_absorb_query(number: int, tokens: int, heads: int, data: st.DataObject) -> None:
+def test_dsa_absorb_query(memory: Memory) -> None:
     """On small integers, whose sums are exact in any order."""
-    memory = Memory(number)
-    nope, quantise = data.draw(st.sampled_from((64, 128, 192))), data.draw(FLAG)
+    tokens, heads = memory.draw((0, 1, 3, 17)), memory.pick((1, 2, 3))
+    nope, quantise = memory.pick((64, 128, 192)), memory.pick(FLAG)
     q_nope, w_uk = memory.tensor(tokens, heads, nope, dtype=BF16), memory.tensor(heads, nope, 512, dtype=BF16)
     for view in (q_nope, w_uk):
         view.copy_(torch.randint(-4, 5, view.shape, generator=memory.generator))
-    padded, width = heads + data.draw(st.integers(0, 2)), data.draw(st.sampled_from((512, 576, 1024)))
+    padded, width = heads + memory.draw(range(3)), memory.pick((512, 576, 1024))
     out = memory.tensor(tokens, padded, width, dtype=E4M3 if quantise else BF16, inner=2, written=True)
     memory.own(out[:, :heads, :512])
     scale = memory.scale(-8, 8) if quantise else None
@@ -443,19 +519,18 @@ def test_dsa_absorb_query(number: int, tokens: int, heads: int, data: st.DataObj
 
 
 @examples(60)
-@given(NUMBERS, TOKENS, st.data())
-def test_dsa_norm_rope_insert(number: int, tokens: int, data: st.DataObject) -> None:
-    memory = Memory(number)
-    rope_dim = data.draw(st.sampled_from((64, 64, 64, 0)))
+def test_dsa_norm_rope_insert(memory: Memory) -> None:
+    tokens = memory.draw(TOKENS)
+    rope_dim = memory.pick((64, 64, 64, 0))
     records = dsa.RECORDS if rope_dim else dsa.NO_ROPE_RECORDS
-    record, rank = data.draw(st.sampled_from(list(records))), data.draw(st.sampled_from((8, 24, 64, 1536)))
-    weights = data.draw(st.sampled_from((BF16, FP32)))
+    record, rank = memory.pick(list(records)), memory.pick((8, 24, 64, 1536))
+    weights = memory.pick((BF16, FP32))
     cache = slots = None
-    if data.draw(st.sampled_from((True, True, True, False))):
-        cache, slots = memory.paged(records[record], tokens, data.draw(INDEX))
-    table = memory.table(data.draw(TABLES), 16) if rope_dim else None
+    if memory.pick((True, True, True, False)):
+        cache, slots = memory.paged(records[record], tokens, memory.pick(INDEX))
+    table = memory.table(memory.pick(TABLES), 16) if rope_dim else None
     q_latent = memory.rows(tokens, rank, dtype=BF16)
-    out = data.draw(st.sampled_from((None, "in place", "apart")))
+    out = memory.pick((None, "in place", "apart"))
     if out == "in place":
         memory.own(q_latent)
         target: Tensor | None = q_latent
@@ -463,27 +538,27 @@ def test_dsa_norm_rope_insert(number: int, tokens: int, data: st.DataObject) -> 
         target = None if out is None else memory.tensor(tokens, rank, dtype=BF16, written=True)
     indexer: dict[str, Any] = {}
     index_table = None
-    if data.draw(st.sampled_from((True, True, False))):
-        index_record = data.draw(st.sampled_from(list(dsa.INDEX_RECORDS)))
-        if table is None or data.draw(FLAG):
-            index_table = memory.table(data.draw(TABLES), 16)
-        index_cache, index_slots = memory.paged(dsa.INDEX_RECORDS[index_record], tokens, data.draw(INDEX))
+    if memory.pick((True, True, False)):
+        index_record = memory.pick(list(dsa.INDEX_RECORDS))
+        if table is None or memory.pick(FLAG):
+            index_table = memory.table(memory.pick(TABLES), 16)
+        index_cache, index_slots = memory.paged(dsa.INDEX_RECORDS[index_record], tokens, memory.pick(INDEX))
         if slots is None:
             for owned in memory.owned[-2:]:
                 owned.zero_()
         indexer = {
             "index_key": memory.rows(tokens, 128, dtype=BF16),
-            "index_weight": memory.weight(128, data.draw(st.sampled_from((BF16, FP32)))),
-            "index_bias": memory.weight(128, data.draw(st.sampled_from((BF16, FP32)))),
+            "index_weight": memory.weight(128, memory.pick((BF16, FP32))),
+            "index_bias": memory.weight(128, memory.pick((BF16, FP32))),
             "index_cache": index_cache,
             "index_record": index_record,
             "index_slots": index_slots,
-            "index_pairing": data.draw(PAIRINGS),
+            "index_pairing": memory.pick(PAIRINGS),
             "index_rope_table": index_table,
-            "index_eps": data.draw(st.sampled_from((1e-6, 1e-5))),
+            "index_eps": memory.draw((1e-6, 1e-5)),
         }
-        if data.draw(FLAG):
-            width, extra = data.draw(st.sampled_from((1, 4, 20, 64, 100))), data.draw(st.integers(0, 2))
+        if memory.pick(FLAG):
+            width, extra = memory.pick((1, 4, 20, 64, 100)), memory.draw(range(3))
             top_k = memory.tensor(tokens + extra, width, dtype=torch.int32, written=True)
             memory.own(top_k[:tokens])
             indexer["top_k"] = top_k
@@ -493,18 +568,90 @@ def test_dsa_norm_rope_insert(number: int, tokens: int, data: st.DataObject) -> 
         dsa.norm_rope_insert,
         q_latent=q_latent,
         kv_latent=memory.rows(tokens, 512, dtype=BF16),
-        k_pe=k_pe.unsqueeze(1) if data.draw(FLAG) else k_pe,
+        k_pe=k_pe.unsqueeze(1) if memory.draw(FLAG) else k_pe,
         cache=cache,
         slots=slots,
-        positions=memory.positions(tokens, shorter, data.draw(INDEX)),
+        positions=memory.positions(tokens, shorter, memory.pick(INDEX)),
         rope_table=table,
         record=record,
         q_weight=memory.weight(rank, weights),
         kv_weight=memory.weight(512, weights),
-        q_eps=data.draw(st.sampled_from((1e-6, 1e-5, 0.0))),
+        q_eps=memory.draw((1e-6, 1e-5, 0.0)),
         kv_scale=memory.scale(-64, 64) if record == "fp8" else None,
-        return_kv=data.draw(FLAG),
-        rope_output=data.draw(PAIRINGS),
+        return_kv=memory.pick(FLAG),
+        rope_output=memory.pick(PAIRINGS),
         out=target,
         **indexer,
     )
+
+
+# -- the harness itself -------------------------------------------------------------------------------------
+
+
+def calm() -> Memory:
+    """Memory without hypothesis."""
+    choose = random.Random(7).choice
+    return Memory(7, choose, choose)
+
+
+def test_arguments_move_as_they_lie() -> None:
+    """What kernels get are the same views of one copy of each buffer, on their device."""
+    memory, seen = calm(), {}
+    cache, slots = memory.paged(v4.RECORDS["v4_fp8"], 5, torch.int32)
+    out = memory.tensor(3, 4, 512, dtype=E4M3, inner=2, written=True)
+    arguments = {
+        "query": memory.rows(5, 3, 512, dtype=FP16),
+        "rope_table": memory.table(BF16, 2),
+        "scale": memory.scale(-3, 3),
+        "cache": cache,
+        "slots": slots,
+        "nothing": memory.rows(0, 3, 512, dtype=BF16),
+        "in_no_buffer": torch.arange(12.0).view(3, 4).t(),
+        "front": out[:, :2, :64],
+        "out": out,
+    }
+    memory.run("triton", lambda **moved: seen.update(moved), {**arguments, "record": "v4_fp8", "weight": None})
+    assert seen.pop("record") == "v4_fp8" and seen.pop("weight") is None
+    for name, old in arguments.items():
+        new = seen[name]
+        assert new.device.type == DEVICE, name
+        assert (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride()), name
+        assert new.storage_offset() == old.storage_offset() and new.data_ptr() % 16 == old.data_ptr() % 16, name
+        assert new.untyped_storage().data_ptr() != old.untyped_storage().data_ptr(), name
+        assert torch.equal(as_bytes(new), as_bytes(old)), name
+    assert seen["front"].data_ptr() == seen["out"].data_ptr()
+
+
+def spoils_result(x: Tensor, out: Tensor) -> None:
+    out.copy_(x)
+    if use_kernels(x):
+        out[1, 3] += 1
+
+
+def spoils_input(x: Tensor, out: Tensor) -> None:
+    out.copy_(x)
+    if use_kernels(x):
+        x[1, 3] += 1
+
+
+def writes_a_gap(x: Tensor, out: Tensor) -> None:
+    out.copy_(x)
+    out.as_strided((1,), (1,), out.storage_offset() + out.stride(0) * len(out)).zero_()
+
+
+@pytest.mark.parametrize("op", [spoils_result, spoils_input, writes_a_gap])
+def test_a_wrong_byte_fails(op: Callable[..., None]) -> None:
+    """In the result, in an input, and outside of what is owned even where both backends write it."""
+    memory = calm()
+    x, out = memory.rows(3, 16, dtype=BF16, non_finite=False), memory.tensor(3, 16, dtype=BF16, written=True)
+    with pytest.raises(AssertionError, match="does not own" if op is writes_a_gap else r"^\d"):
+        memory.check(op, x=x, out=out)
+    memory.check(lambda x, out: out.copy_(x), x=x, out=out)
+    assert memory.compared
+
+
+def test_variants_take_every_option() -> None:
+    """Of a choice of 8, each of 24 variants has one, the same in every example, and each option has 3 of them."""
+    for _ in range(2):
+        chosen = [structure("any", variant, 24)(range(8)) for variant in range(24)]
+        assert sorted(chosen) == sorted(3 * list(range(8)))

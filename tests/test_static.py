@@ -52,3 +52,6 @@ def test_every_launch_compiles_without_spills(arguments: tuple[str, ...]) -> Non
             # codes of a token.
             assert row["accesses"].get("ld128", 0) > 0 and row["accesses"].get("st128", 0) > 0, row
             assert sum(count for width, count in row["accesses"].items() if width in ("st8", "st16")) <= 3, row
+    if arguments[0].startswith("sm_"):  # a bf16 record's unrotated dims: for a compiler nothing happens to them
+        stored = [row for row in rows if row["case"] == "v4/head_major/64of0/bf16"]
+        assert stored and all([row["nans"] > 0 for row in stored]), stored

@@ -70,6 +70,16 @@ def to_bf16(x):
 
 
 @triton.jit
+def quiet(x):
+    """bf16, each NaN as 0x7FFF: what :func:`to_bf16` stores of a value that nothing was computed with.
+
+    A compiler takes the widening and the narrowing of a value for nothing, and would keep the payload.
+    """
+    bits = x.to(tl.int16, bitcast=True)
+    return tl.where((bits & 0x7FFF) > 0x7F80, 0x7FFF, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def to_activation(x, DTYPE: tl.constexpr):
     """float32 -> bf16 or fp16, nearest even; a NaN becomes 0x7FFF."""
     if tl.bfloat16 == DTYPE:

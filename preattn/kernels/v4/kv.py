@@ -13,6 +13,7 @@ from ...policy import LaunchConfig
 from ..device import (
     finite_abs,
     power_of_two,
+    quiet,
     reciprocal_sqrt,
     rotate,
     scale_exponent,
@@ -130,7 +131,7 @@ def kv_tile(
         tl.store(data + 448 + dim64, to_e4m3(tail * scale_inv), mask=stored)
     else:
         at = data.to(tl.pointer_type(tl.bfloat16))
-        tl.store(at + dim, to_bf16(x), mask=head_stored)
+        tl.store(at + dim, quiet(to_bf16(x)), mask=head_stored)
         tl.store(at + 448 + dim64, to_bf16(tail), mask=stored)
 
 
