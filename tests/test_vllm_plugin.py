@@ -43,6 +43,7 @@ from preattn.integrations.vllm import (
     unregister,
     warm,
 )
+from preattn.integrations.vllm import dsa as plugin_dsa
 from preattn.integrations.vllm import v4 as plugin_v4
 
 TOKENS, MOST, RANK, INDEX_HEADS, BLOCK = 5, 12, 64, 8, 64
@@ -530,6 +531,49 @@ def test_warmup_asks_for_every_variant_that_a_layer_launches(engine: Path) -> No
         }
 
     assert variants(launched) and variants(launched) <= variants(warmed)
+
+
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    "shares top-k": {"skip_topk": True},
+    "has no indexer": {"indexer": None, "skip_topk": True},
+    "e4m3 query": {"_fp8_query": True},
+    "e4m3 cache": {"kv_cache_dtype": "fp8", "kv_cache": torch.zeros(2, BLOCK, 576, dtype=torch.uint8)},
+    "unknown cache": {"kv_cache_dtype": "nvfp4"},
+    "interleaved indexer": {"_index_rope_interleave": True},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_layers_of_every_kind_are_warmed(engine: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    register()
+    layer = a_layer()
+    for name, value in OTHER_LAYERS[kind].items():
+        setattr(layer, name, value)
+    with dispatch.hold() as held:
+        warm.warm(layer)
+    assert held == [] and plugin.active()  # warm() holds launches itself
+    layer.bind_kv_cache(layer.kv_cache)
+    assert plugin.active(), caplog.text
+
+
+@pytest.mark.parametrize("when", ["looking at", "compiling for"])
+def test_a_failure_while_the_engine_starts_puts_it_back(
+    engine: Path, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(layer: Any) -> Any:
+        raise KeyError("a name that moved")
+
+    register()
+    attention, _, _ = model()
+    name = "describe" if when == "looking at" else "warm"
+    with monkeypatch.context() as broken:
+        broken.setattr(plugin_dsa if name == "describe" else warm, name, fails)
+        layer = a_layer()
+    assert not plugin.active() and layer.kv_cache.numel()
+    assert f"preattn is not active: KeyError while {when} model.layers.7.attn: 'a name that moved'" in caplog.text
+    assert attention.DeepseekV32Attention.forward.__module__ == layers.ATTENTION
+    a_layer()  # and stays so
+    assert not plugin.active()
 
 
 # -- shadow mode -----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import flashmla, ops, report, warm
-from .layers import ATTENTION, FLASHMLA, KERNELS, describe, engine, state_of, thread
+from .layers import ATTENTION, FLASHMLA, KERNELS, describe, engine, starting, state_of, thread
 from .patching import Patches
 
 
@@ -70,15 +70,16 @@ class _Torch(ModuleType):
 def init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepseekV32Attention.__init__``; then settle what the layer's query looks like, and have it warmed up."""
     engine.init(self, *args, **kwargs)
-    state = describe(self)
-    self.__dict__["_preattn"] = state
-    if state.packs is not None:
-        report.once(f"preattn: the query of {self.layer_name} is not packed: {state.packs}")
-    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+    with starting(f"looking at {self.layer_name}"):
+        state = describe(self)
+        self.__dict__["_preattn"] = state
+        if state.packs is not None:
+            report.once(f"preattn: the query of {self.layer_name} is not packed: {state.packs}")
+        from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
-    if self._vllm_config.kernel_config.enable_jit_warmup and JitWarmupRegistry._active.get() is not None:
-        JitWarmupRegistry.register(warm.JIT_WARMUP, self)
-        state.registered = True
+        if self._vllm_config.kernel_config.enable_jit_warmup and JitWarmupRegistry._active.get() is not None:
+            JitWarmupRegistry.register(warm.JIT_WARMUP, self)
+            state.registered = True
 
 
 def forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -95,7 +96,9 @@ def bind_kv_cache(self: Any, kv_cache: Tensor) -> None:
     """``bind_kv_cache``; then compile for this cache, unless the engine's own warm-up will."""
     engine.bind_kv_cache(self, kv_cache)
     state = state_of(self)
-    if state is not None and not state.registered:
+    if state is None or state.registered:
+        return
+    with starting(f"compiling for {self.layer_name}"):
         compiled = warm.warm(self)
         if compiled:
             report.logger.info("preattn, %s: %d variants compiled for %s", report.rank(), compiled, self.layer_name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +65,17 @@ class Layer:
     max_tokens: int = 0
     registered: bool = False
     """The engine's JIT warm-up compiles what the layer launches."""
+
+
+@contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Something that the engine's start waits for: where it fails, the engine is put back as it was, and starts."""
+    try:
+        yield
+    except Exception as error:
+        from . import plugin  # it imports what imports this
+
+        plugin.refuse(f"{type(error).__name__} while {what}: {error}", trace=True)
 
 
 def describe(layer: Any) -> Layer:

@@ -1,8 +1,8 @@
 """When the plug-in acts, and when it leaves the engine alone.
 
 What cannot be replaced is left as it was, all of its group, with one line that says why: an engine of another version,
-a device that the kernels are not for, a name that another plug-in holds, an exception while patching. Once patched,
-nothing is caught: an exception in a step is the step's.
+a device that the kernels are not for, a name that another plug-in holds, an exception while patching, while a layer is
+built or while its kernels are compiled. In a step nothing is caught.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def register() -> None:
     try:
         reason = _refusal()
         if reason is not None:
-            _refuse(reason, level=logging.INFO)
+            refuse(reason, level=logging.INFO)
             return
         _watch = AfterImport({name: _guarded(patch) for name, patch in MODULES.items()})
         _watch.install()
     except Exception as error:
-        _refuse(f"{type(error).__name__} at start-up: {error}", trace=True)
+        refuse(f"{type(error).__name__} at start-up: {error}", trace=True)
 
 
 def unregister() -> None:
@@ -66,7 +66,7 @@ def _undo() -> None:
     _patches.restore()
 
 
-def _refuse(reason: str, *, level: int = logging.WARNING, trace: bool = False) -> None:
+def refuse(reason: str, *, level: int = logging.WARNING, trace: bool = False) -> None:
     """Leave the engine as it was, for good, and say why once."""
     global _refused
     _refused = reason
@@ -103,13 +103,13 @@ def _guarded(patch: Patcher) -> Callable[[ModuleType], None]:
         try:
             reason = _unsupported_device()
             if reason is not None:
-                _refuse(reason, level=logging.INFO)
+                refuse(reason, level=logging.INFO)
                 return
             patch(module, _patches)
         except Occupied as occupied:
-            _refuse(str(occupied))
+            refuse(str(occupied))
         except Exception as error:
-            _refuse(f"{type(error).__name__} while patching {module.__name__}: {error}", trace=True)
+            refuse(f"{type(error).__name__} while patching {module.__name__}: {error}", trace=True)
         else:
             report.once(f"preattn: {module.__name__} is patched")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ... import dispatch, dsa, formats
 from ...policy import STEP_SIZES
 from . import ops
-from .layers import query_buffer, state_of, thread
+from .layers import query_buffer, starting, state_of, thread
 
 
 class JitWarmup:
@@ -23,7 +24,8 @@ class JitWarmup:
 
     def compile(self, compile_key: Any) -> None:
         """Compile what a key's layer launches."""
-        warm(compile_key.layer)
+        with starting(f"compiling for {compile_key.layer.layer_name}"):
+            warm(compile_key.layer)
 
     def compile_many(self, compile_keys: Any) -> None:
         """Compile several keys."""
@@ -139,7 +141,7 @@ def _calls(layer: Any, tokens: int) -> None:
             "index_q_cos_sin_cache": index_table,
             "index_weights": rows(indexer.n_head),
         }
-    if not ops.norm_rope_is_not_ours({**latents, "index_k_out": None, "indexer_k_cache": None, "mla_kv_cache": None}):
+    if ops.norm_rope_is_not_ours(_complete(latents)) is None:
         ops.fused_norm_rope(**latents)
         if layer.kv_cache.numel():
             cached = {"mla_kv_cache": layer.kv_cache, "slot_mapping": positions, "mla_k_scale": layer._k_scale}
@@ -154,6 +156,13 @@ def _calls(layer: Any, tokens: int) -> None:
         ops.fused_q(**query, ql_nope=buffer[:tokens, :heads, : dsa.LATENT_DIM], quantize_mqa=False)
     if layer._fp8_query:
         ops.fused_q(**query, ql_nope=latent, quantize_mqa=True)
+
+
+def _complete(call: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments with the defaults of those that it leaves out."""
+    bound = inspect.signature(ops.fused_norm_rope).bind(**call)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _index_cache(layer: Any, indexer: Any) -> Tensor:
