@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ DEVICE, KV, QUERY = "preattn/kernels/device.py", "preattn/kernels/v4/kv.py", "pr
 DSA_QUERY, NORM, ROWS = (f"preattn/kernels/dsa/{name}.py" for name in ("query", "norm_rope", "rows"))
 ABSORB = "preattn/kernels/dsa/absorb.py"
 PROJECT, WORKSPACE, DEBUGGING = "preattn/kernels/v4/project.py", "preattn/workspace.py", "preattn/debugging.py"
+V4_PROJECT = "preattn/v4/project.py"
 REFERENCE_V4, REFERENCE_DSA = "preattn/reference/v4.py", "preattn/reference/dsa.py"
 
 BYTES = ("tests/test_formats.py", "tests/test_exhaustive.py")
@@ -124,6 +126,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "a cache view forgets its block stride",
         BYTES,
         (FORMATS, "page if block_stride is None else block_stride", "page"),
+    ),
+    mutant(
+        "rows 2 GiB apart go to a library that does not reach them",
+        FAR,
+        (V4_PROJECT, "near = tokens <= 1 or max(", "near = True or max("),
+    ),
+    mutant(
+        "a NaN that a bf16 record only copies keeps its payload",
+        ("tests/test_static.py -k sm_90",),
+        (KV, "quiet(to_bf16(x))", "to_bf16(x)"),
     ),
     mutant("V4: no upper bound on slots", KV_ROWS, (KV, _BOUNDS, "stored = in_range & (slot >= 0)")),
     mutant("DSA: no upper bound on slots", DSA_ROWS, (NORM, _BOUNDS, "stored = in_range & (slot >= 0)")),
@@ -693,6 +705,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORDS", help="mutants with these words in their description")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "mutants.md", help="the table (not with --only)")
     parser.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="of one test file")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mutant first")
     options = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if options.only is None or options.only in mutant.what]
@@ -704,19 +717,17 @@ def main() -> int:
         if verdict.caught or verdict.error:
             print(f"without a mutant: {verdict.caught or verdict.error}", file=sys.stderr)
             return 2
-    verdicts = []
-    for mutant in chosen:
+
+    def tried(mutant: Mutant) -> Verdict:
         start = time.monotonic()
         verdict = run(mutant, options.limit)
-        verdicts.append((mutant, verdict))
-        said = (
-            f"caught by {verdict.caught}"
-            if verdict.caught
-            else f"ERROR {verdict.error}"
-            if verdict.error
-            else "SURVIVED"
-        )
+        said = f"caught by {verdict.caught}" if verdict.caught else f"ERROR {verdict.error}"
+        said = said if verdict.caught or verdict.error else "SURVIVED"
         print(f"{time.monotonic() - start:5.0f} s  {mutant.what}: {said}", flush=True)
+        return verdict
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = list(zip(chosen, pool.map(tried, chosen), strict=True))
     if options.only is None:
         options.out.write_text(table(verdicts))
     if any(verdict.error for _, verdict in verdicts):
