@@ -9,7 +9,9 @@ import functools
 import http.server
 import importlib.util
 import json
+import sys
 import threading
+import types
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import distributions
@@ -115,6 +117,7 @@ def a_run(arm: str, ms: float, *, turn: int = 1) -> dict[str, Any]:
         "ttft": {"16384": {"ms": ms, "least": ms - 1, "most": ms + 1}},
         "tpot": {"sequences": 64, "ms": ms / 10, "least": ms / 10, "most": ms / 10},
         "host": {"python_ms": 9.0, "launches_ms": 4.0},
+        "prologue": {"prefill_ms": ms / 100, "decode_calls": 0},
         "profile_prefill": {"gpu_ms": ms - 1, "kernels": kernels},
         "served": watched,
         "first_requests": {**watched, "compilations": {"a": 2}},
@@ -142,6 +145,8 @@ def test_the_document_gives_its_tables(tmp_path: Path, capsys: pytest.CaptureFix
         "| TTFT, 16,384 tokens | 59.50 (58.00 to 61.00) | 45.00 (44.00 to 46.00) | 0.756 |",
         "| TPOT, 64 sequences | 5.95 (5.90 to 6.00) | 4.50 | 0.756 |",
         "| GPU time, longest prompt | 58.50 (58.00 to 59.00) | 44.00 | 0.752 |",
+        "| host within the prologue's calls, 1,024 tokens | 0.59 (0.59 to 0.60) | 0.45 | 0.756 |",
+        "| the prologue's calls in 8 decode steps | 0 | 0 | |",
         "| host, a Python loop | 9.00 | 9.00 | 1.000 |",
         "| GPU synchronisations while serving | 3 | 3 | |",
         "| of these, asked for by preattn | 0 | 0 | |",
@@ -188,6 +193,23 @@ def test_arms_of_another_run_are_collected_and_an_unpaired_one_is_called_so(
     assert "| TTFT, 16,384 tokens | not run | 45.00 (44.00 to 46.00) |  |" in said
     assert "| kernels compiled while serving | not run | not run | |" in said
     assert "glm-5/plugin/eager failed: TimeoutExpired" in said and "TPOT" not in said
+
+
+def test_the_prologues_calls_are_counted_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused_q(x: int, *, fails: bool = False) -> int:
+        if fails:
+            raise RuntimeError("a step's own")
+        return x + 1
+
+    module = types.SimpleNamespace(fused_norm_rope=fused_q, fused_q=fused_q)
+    monkeypatch.setitem(sys.modules, engine_arm.PROLOGUE[0], module)  # type: ignore[arg-type]
+    answers: list[int] = []
+    found = engine_arm.prologue_calls(lambda: answers.extend([module.fused_q(1), module.fused_norm_rope(2)]))
+    assert answers == [2, 3] and found["calls"] == 2 and found["ms"] > 0
+    with pytest.raises(RuntimeError, match="a step's own"):
+        engine_arm.prologue_calls(lambda: module.fused_q(1, fails=True))
+    assert module.fused_q is fused_q and module.fused_norm_rope is fused_q
+    assert engine_arm.prologue_calls(lambda: None) == {"calls": 0, "ms": 0.0}
 
 
 def test_a_result_is_on_disk_after_every_step(tmp_path: Path) -> None:

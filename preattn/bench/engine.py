@@ -193,7 +193,7 @@ def compact(run: Run, stock: Run | None = None) -> Run:
     short["ttft"] = {tokens: _rounded(times) for tokens, times in run.get("ttft", {}).items()}
     if "tpot" in run:
         short["tpot"] = _rounded(run["tpot"])
-    for part in ("profile_prefill", "profile_decode"):
+    for part in ("profile_prefill", "profile_decode", "prologue"):
         if part in run:
             short[part] = run[part]
     short["compilations"] = {
@@ -273,6 +273,7 @@ def _times(arms: dict[str, list[Run]]) -> str:
         (f"TPOT, {SEQUENCES} sequences", lambda run: run.get("tpot")),
         ("GPU time, longest prompt", lambda run: _alone(run, "profile_prefill", "gpu_ms")),
         ("GPU time, decode step", lambda run: _alone(run, "profile_decode", "step_ms")),
+        ("host within the prologue's calls, 1,024 tokens", lambda run: _alone(run, "prologue", "prefill_ms")),
         ("host, a Python loop", lambda run: _alone(run, "host", "python_ms")),
         ("host, 1,000 launches", lambda run: _alone(run, "host", "launches_ms")),
     ]
@@ -285,6 +286,7 @@ def _times(arms: dict[str, list[Run]]) -> str:
         both = [statistics.median([t["ms"] for t in times]) for times in found.values() if times]
         lines.append(f"| {name} | {' | '.join(cells)} | {f'{both[1] / both[0]:.3f}' if len(both) == 2 else ''} |")
     counts: list[tuple[str, str, str]] = [
+        ("the prologue's calls in 8 decode steps", "prologue", "decode_calls"),
         ("GPU synchronisations while serving", "synchronisations", "served"),
         ("of these, asked for by preattn", "synchronisations", "of_ours"),
         ("kernels compiled by the first requests", "compilations", "first_requests"),
@@ -292,7 +294,7 @@ def _times(arms: dict[str, list[Run]]) -> str:
         ("of preattn's, after start", "compilations", "ours_later"),
     ]
     for name, part, kind in counts:
-        cells = [_counts(run[part][kind] for run in runs) for runs in arms.values()]
+        cells = [_counts(run.get(part, {}).get(kind) for run in runs) for runs in arms.values()]
         lines.append(f"| {name} | {' | '.join(cells)} | |")
     for run in arms["plugin"]:
         if "answers" in run:

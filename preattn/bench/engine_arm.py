@@ -293,6 +293,40 @@ def host_speed(repeats: int = 5) -> dict[str, float]:
     return found
 
 
+PROLOGUE = "vllm.models.deepseek_v32.attention", ("fused_norm_rope", "fused_q")
+"""The module whose layers call the prologue, and by what names, whosever they are."""
+
+
+def prologue_calls(run: Callable[[], Any]) -> dict[str, float]:
+    """How often a run calls the prologue's functions in Python, and the host's milliseconds inside of them.
+
+    A replayed full graph calls none: there a plug-in cannot be what a decode step waits for.
+    """
+    module, names = importlib.import_module(PROLOGUE[0]), PROLOGUE[1]
+    found = {"calls": 0, "ms": 0.0}
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **more)
+            finally:
+                found["ms"] += (time.perf_counter() - start) * 1e3
+                found["calls"] += 1
+
+        return call
+
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, function in before.items():
+            setattr(module, name, timed(function))
+        run()
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+    return found
+
+
 def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
     """GPU milliseconds of a run, and its kernels by time."""
     import torch
@@ -330,6 +364,15 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
     one, many = prompts.times(short, 1, repeats=5), prompts.times(short, 65, repeats=5)
     steps = [(run - statistics.median(one)) / 64 for run in many]
     result.put(tpot={"sequences": SEQUENCES, "ms": statistics.median(steps), "least": min(steps), "most": max(steps)})
+    medium = [prompts.of(1024)]
+    prefills = [prologue_calls(functools.partial(prompts.run, medium, 1)) for _ in range(5)]
+    prompted, decoded = (prologue_calls(functools.partial(prompts.run, short, count)) for count in (1, 9))
+    result.put(
+        prologue={
+            "prefill_ms": round(statistics.median([prefill["ms"] for prefill in prefills]), 4),
+            "decode_calls": decoded["calls"] - prompted["calls"],
+        }
+    )
     mixed = [prompts.of(tokens) for tokens in (*ANSWERED, *spec.tokens)]
     prompts.run(mixed, 16)
     with watch() as served:
