@@ -275,6 +275,7 @@ def _times(arms: dict[str, list[Run]]) -> str:
         ("GPU time, decode step", lambda run: _alone(run, "profile_decode", "step_ms")),
         ("host within the prologue's calls, 1,024 tokens", lambda run: _alone(run, "prologue", "prefill_ms")),
         ("host, a Python loop", lambda run: _alone(run, "host", "python_ms")),
+        ("of it with a processor", lambda run: _alone(run, "host", "python_cpu_ms")),
         ("host, 1,000 launches", lambda run: _alone(run, "host", "launches_ms")),
     ]
     lines = ["| ms | stock | preattn | preattn / stock |", "|---|---:|---:|---:|"]

@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 import sys
+import threading
 import time
 import types
 import warnings
@@ -266,7 +267,9 @@ def host_speed(repeats: int = 5) -> dict[str, float]:
     """Milliseconds of two fixed pieces of this process's host work, medians: a Python loop, and 1,000 tiny launches.
 
     Short prompts and decode steps wait for the host, whose speed differs between processes of one machine by more than
-    the arms do: compare arms whose figures here are alike.
+    the arms do: compare arms whose figures here are alike. ``..._cpu_ms`` is what this thread had of a processor: less
+    than the whole where another thread holds the interpreter, or another process the processor; all of it where the
+    processor is slow. ``threads`` of the process beside the cores it may use.
     """
     import torch
 
@@ -281,15 +284,17 @@ def host_speed(repeats: int = 5) -> dict[str, float]:
         for _ in range(1000):
             one.add_(1)
 
-    found = {}
-    for name, work in (("python_ms", loop), ("launches_ms", launches)):
+    found = {"threads": float(threading.active_count()), "cores": float(len(os.sched_getaffinity(0)))}
+    for name, work in (("python", loop), ("launches", launches)):
         samples = []
         for _ in range(repeats):
             torch.cuda.synchronize()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.thread_time()
             work()
-            samples.append((time.perf_counter() - start) * 1e3)
-        found[name] = round(statistics.median(samples), 3)
+            samples.append(((time.perf_counter() - start) * 1e3, (time.thread_time() - used) * 1e3))
+        median = statistics.median_low([wall for wall, _ in samples])
+        found[f"{name}_ms"] = round(median, 3)
+        found[f"{name}_cpu_ms"] = round(dict(samples)[median], 3)
     return found
 
 
