@@ -445,6 +445,11 @@ def projection(
             Projection.KERNEL,
             "our kernel by default: this device is not measured; not all matmuls scale blocks",
         )
+    if norm and FUSED_NORM_TOKENS < tokens <= PROJECT_KERNEL_TOKENS[project_path(weight, norm=norm)]:
+        return (
+            Projection.KERNEL,
+            "our kernel multiplies the fastest for so few tokens; heads are normed by the next launch",
+        )
     if tokens <= PROJECT_KERNEL_TOKENS[project_path(weight, norm=norm)]:
         return Projection.KERNEL, "one launch projects, finishes the query and stores KV: the fastest for so few tokens"
     return Projection.MATMUL, "the library's matmul is the fastest for so many tokens"

@@ -238,6 +238,14 @@ def test_what_is_measured_decides_the_form() -> None:
     assert policy.projection(h200, "bf16", tokens=256)[0] == Projection.KERNEL
     assert policy.projection(h200, "bf16", tokens=257)[0] == Projection.MATMUL
     assert policy.projection(h200, "bf16", tokens=1, norm=True)[0] == Projection.MATMUL
+    for tokens, form, said in (
+        (16, Projection.KERNEL, "one launch"),
+        (17, Projection.KERNEL, "normed by the next launch"),
+        (128, Projection.KERNEL, "normed by the next launch"),
+        (129, Projection.MATMUL, "library"),
+    ):
+        chosen, reason = policy.projection(h200, "e4m3", tokens=tokens, norm=True)
+        assert chosen == form and said in reason
     assert policy.projection(other, "bf16", tokens=1)[0] == Projection.MATMUL
     assert policy.projection(
         h200, "mx", tokens=9000, matmul=policy.library_multiplies("mx", "head_major", 9000, 1024)
