@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from preattn import files, formats, golden, inspect, policy, tuning
-from preattn.bench import report
+from preattn.bench import results as disk
 from preattn.policy import Device, LaunchConfig
 
 PACKAGE = Path(policy.__file__).parent
@@ -42,8 +42,13 @@ def configuration(folder: Path) -> Path:
 
 
 def results(folder: Path) -> Path:
-    header = dict.fromkeys(report.Header.__struct_fields__, "x") | {"copy_gbps": 4000.0, "memset_gbps": 3000.0}
-    row = dict.fromkeys(report.Row.__struct_fields__, "x") | {"cache": "cold", "tokens": 1, "heads": 8, "bytes": 9}
+    header = dict.fromkeys(disk.Header.__struct_fields__, "x") | {"copy_gbps": 4000.0, "memset_gbps": 3000.0}
+    row = dict.fromkeys(disk.Row.__struct_fields__, "x") | {
+        "cache": "cold",
+        "tokens": 1,
+        "heads": 8,
+        "bytes": 9,
+    }
     row |= {"padded_heads": None, "median_us": 1.5, "p10_us": 1.0, "p90_us": 2.0, "share_of_copy": 0.5}
     path = folder / "results.json"
     path.write_text(json.dumps({"header": header, "rows": [row, row]}))
@@ -85,7 +90,7 @@ def read_dump(path: Path) -> object:
 
 KINDS: dict[str, tuple[Callable[[Path], Path], Read]] = {
     "configuration": (configuration, policy.read_device),
-    "results": (results, report.read),
+    "results": (results, disk.read),
     "recorded": (recorded, read_recorded),
     ".npy": (dump(".npy"), read_dump),
     ".npz": (dump(".npz"), read_dump),
@@ -267,7 +272,7 @@ def test_an_array_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     assert "expected arrays of different names" in str(refused(path, read_dump))
 
 
-@pytest.mark.parametrize(("kind", "most"), [("configuration", 1 << 20), ("results", report.FILE_BYTES)])
+@pytest.mark.parametrize(("kind", "most"), [("configuration", 1 << 20), ("results", disk.FILE_BYTES)])
 def test_json_is_bounded_before_it_is_parsed(kind: str, most: int, tmp_path: Path) -> None:
     make, read = KINDS[kind]
     path = make(tmp_path)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from preattn.bench import report, run
-from preattn.bench.report import TABLES, Header, Ratio, Row, Share, Source, Table, Time
+from preattn.bench.report import TABLES, Ratio, Share, Source, Table, Time
+from preattn.bench.results import Header, Row, read, read_all
 
 HEADER = {
     "device": "NVIDIA Abacus",
@@ -65,7 +66,7 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "v4.json", **hea
 
 
 def filled(folder: Path) -> str:
-    return report.fill(README, report.read_all(folder), [TABLE], {})
+    return report.fill(README, read_all(folder), [TABLE], {})
 
 
 def test_a_table(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_table(tmp_path: Path) -> None:
 def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path, [row("one", 1024, 25.0)])
     once = filled(tmp_path)
-    assert report.fill(once, report.read_all(tmp_path), [TABLE], {}) == once
+    assert report.fill(once, read_all(tmp_path), [TABLE], {}) == once
 
 
 def test_columns_and_lines_without_numbers_are_left_out(tmp_path: Path) -> None:
@@ -172,14 +173,14 @@ def test_files_that_are_no_results(tmp_path: Path, data: object, message: str) -
     path = tmp_path / "x.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {message}')}"):
-        report.read(path)
+        read(path)
 
 
 def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, [])
-    monkeypatch.setattr(report, "FILE_BYTES", 100)
+    monkeypatch.setattr("preattn.bench.results.FILE_BYTES", 100)
     with pytest.raises(ValueError, match=r"expected at most 100 bytes; got more$"):
-        report.read(path)
+        read(path)
 
 
 def test_the_schema_is_what_bench_writes() -> None:
@@ -212,7 +213,7 @@ def sources(table: Table) -> set[Source]:
 
 
 def test_a_ratio_is_to_the_fastest(tmp_path: Path) -> None:
-    results = report.read(write(tmp_path, [row("old", 1024, 90.0), row("older", 1024, 60.0), row("one", 1024, 20.0)]))
+    results = read(write(tmp_path, [row("old", 1024, 90.0), row("older", 1024, 60.0), row("one", 1024, 20.0)]))
     key = {"tokens": 1024, "heads": 8}
     assert Ratio((OLD, Source("case/{heads}", "older")), ONE).text(results, key) == "**3.00×**"
     assert Ratio((Source("case/{heads}", "none"),), ONE).text(results, key) is None

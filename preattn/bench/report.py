@@ -13,107 +13,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from .. import files, policy
+from .. import policy
 from ..geometry import geometry
+from .results import Clock, Header, Results, Row, read_all, read_parallel
 
-Clock = Literal["cold", "warm", "host"]
-FILE_BYTES = 64 << 20
 NOTHING = "*Not measured yet.*"
 ROOT = Path(__file__).parents[2]
 
 
-class Header(files.Schema, frozen=True):
-    """Where and with what a run was made; ``vllm`` is the version of the peer, None where there was none."""
-
-    device: str
-    driver: str
-    torch: str
-    triton: str
-    python: str
-    preattn: str
-    commit: str
-    date: str
-    vllm: str | None
-    timer: str
-    copy_gbps: files.Positive
-    memset_gbps: files.Positive
-
-
-class Row(files.Schema, frozen=True):
-    """One arm of one case: microseconds of a call, and the bytes it has to move, each counted once.
-
-    ``padded_heads`` is None where the case does not ask for padding.
-    """
-
-    suite: str
-    case: str
-    arm: str
-    tokens: files.Count
-    heads: files.Count
-    padded_heads: files.Count | None
-    record: str
-    cache: Clock
-    median_us: files.Positive
-    p10_us: files.Positive
-    p90_us: files.Positive
-    bytes: files.Count
-    share_of_copy: files.Positive
-
-
-@dataclass(frozen=True)
-class Results:
-    """One file of results."""
-
-    path: Path
-    header: Header
-    rows: tuple[Row, ...]
-
-    def find(self, case: str, arm: str, tokens: int, cache: Clock) -> Row | None:
-        """The row of an arm, None where it was not measured. Sweeps time our arm again, beside other ones."""
-        for row in self.rows:
-            if not row.suite.startswith("sweep") and (row.case, row.arm, row.tokens, row.cache) == (
-                case,
-                arm,
-                tokens,
-                cache,
-            ):
-                return row
-        return None
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-class _File(files.Schema, frozen=True):
-    header: Header
-    rows: tuple[Row, ...]
-
-
-def read(path: Path) -> Results:
-    """Read and check one file.
-
-    Raises:
-        ValueError: it is not JSON, or not in the schema of :class:`Header` and :class:`Row`.
-    """
-    found = files.read(path, _File, most=FILE_BYTES)
-    return Results(path, found.header, found.rows)
-
-
-def read_all(folder: Path) -> dict[str, list[Results]]:
-    """Every file of ``<folder>/<device>/*.json``, by device folder, the newest first."""
-    devices: dict[str, list[Results]] = {}
-    for path in sorted(folder.glob("*/*.json")):
-        devices.setdefault(path.parent.name, []).append(read(path))
-    return {
-        device: sorted(results, key=lambda results: results.header.date, reverse=True)
-        for device, results in devices.items()
-    }
-
-
 # -- tables --------------------------------------------------------------------------------------------------
-
 
 Key = Mapping[str, Any]
 """What distinguishes a line of a table: ``tokens``, and whatever the case's name and the key columns need."""
@@ -442,35 +352,6 @@ def render_bytes() -> str:
     return "```\n" + "\n".join(lines) + "\n```"
 
 
-class _Times(files.Schema, frozen=True):
-    median_us: files.Positive
-    p10_us: files.Positive
-    p90_us: files.Positive
-
-
-class _Rank(files.Schema, frozen=True):
-    rank: files.Count
-    prologue_us: _Times
-    query_equal: bool
-    cache_equal: bool
-    attention_equal: bool
-    within_bound: bool
-    of_bound: files.Positive
-    output_equals_rank_0: bool
-
-
-class _Step(files.Schema, frozen=True):
-    tokens: files.Count
-    attended: files.Count
-    alone_us: _Times
-    ranks: tuple[_Rank, ...]
-
-
-class _Parallel(files.Schema, frozen=True):
-    header: dict[str, Any]
-    results: tuple[_Step, ...]
-
-
 PARALLEL = ROOT / "results" / "tensor_parallel.json"
 
 
@@ -482,7 +363,7 @@ def render_tensor_parallel(path: Path = PARALLEL) -> str:
     """
     if not path.exists():
         return NOTHING
-    found = files.read(path, _Parallel, most=FILE_BYTES)
+    found = read_parallel(path)
     lines = ["| tokens | one rank | slowest of the ranks | largest difference of the output, of its bound |"]
     lines.append("|---:|---:|---:|---:|")
     for step in found.results:
