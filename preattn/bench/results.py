@@ -106,7 +106,7 @@ class Times(files.Schema, frozen=True):
 
 
 class Rank(files.Schema, frozen=True):
-    """A rank of a step, beside one rank with all heads; ``of_bound``: the largest difference of the output, of its bound."""
+    """A rank of a step beside one rank with all heads; ``of_bound``: the output's largest difference, of its bound."""
 
     rank: files.Count
     prologue_us: Times
