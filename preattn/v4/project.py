@@ -52,7 +52,7 @@ def project_query(
         ValueError: a shape, stride, alignment, device or combination that does not fit.
         RuntimeError: the launch is not compiled and the stream is under graph capture (see ``warmup``).
     """
-    _check_projection(x, weight, out, layout, x_scale, weight_scale, form)
+    _check_project_query(x, weight, out, layout, x_scale, weight_scale, form)
     alone = (None, None, None, None, None, None)  # kv, cache, slots, positions, rope_table, record
     interleaved = layout == "chunk_interleaved"
     _project(x, weight, x_scale, _codes(weight_scale), out, *alone, interleaved, None, False, None, form)
@@ -91,19 +91,24 @@ def project_query_kv_insert(
     Raises:
         TypeError, ValueError, RuntimeError: as the two.
     """
-    _check_projection(x, weight, out, layout, x_scale, weight_scale, form)
-    _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, x.shape[0], x.device)
-    if kv.dtype != torch.bfloat16:
-        raise TypeError(f"kv: expected dtype torch.bfloat16; got {kv.dtype}")
-    checks.flag("query_rope", query_rope)
-    interleaved = layout == "chunk_interleaved"
-    if query_norm_eps is not None:
-        checks.number("query_norm_eps", query_norm_eps, least=0)
-    if interleaved and (query_rope or query_norm_eps is not None):
-        raise ValueError(
-            "layout: expected head_major with query_rope or query_norm_eps; got chunk_interleaved, whose attention "
-            "kernel norms and rotates the query itself"
-        )
+    _check_project_query_kv_insert(
+        x,
+        weight,
+        out,
+        layout,
+        x_scale,
+        weight_scale,
+        form,
+        kv,
+        cache,
+        slots,
+        positions,
+        rope_table,
+        record,
+        query_rope,
+        query_norm_eps,
+        kv_scale,
+    )
     _project(
         x,
         weight,
@@ -116,7 +121,7 @@ def project_query_kv_insert(
         positions,
         rope_table,
         record,
-        interleaved,
+        layout == "chunk_interleaved",
         query_norm_eps,
         query_rope,
         kv_scale,
@@ -126,6 +131,52 @@ def project_query_kv_insert(
 
 
 # -- checks -------------------------------------------------------------------------------------------------
+
+
+@checks.remembered
+def _check_project_query(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    layout: Layout,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    form: str | None,
+) -> None:
+    _check_projection(x, weight, out, layout, x_scale, weight_scale, form)
+
+
+@checks.remembered
+def _check_project_query_kv_insert(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    layout: Layout,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    form: str | None,
+    kv: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    record: str,
+    query_rope: bool,
+    query_norm_eps: float | None,
+    kv_scale: Tensor | None,
+) -> None:
+    _check_projection(x, weight, out, layout, x_scale, weight_scale, form)
+    _check_kv(kv, cache, slots, positions, rope_table, record, kv_scale, x.shape[0], x.device)
+    if kv.dtype != torch.bfloat16:
+        raise TypeError(f"kv: expected dtype torch.bfloat16; got {kv.dtype}")
+    checks.flag("query_rope", query_rope)
+    if query_norm_eps is not None:
+        checks.number("query_norm_eps", query_norm_eps, least=0)
+    if layout == "chunk_interleaved" and (query_rope or query_norm_eps is not None):
+        raise ValueError(
+            "layout: expected head_major with query_rope or query_norm_eps; got chunk_interleaved, whose attention "
+            "kernel norms and rotates the query itself"
+        )
 
 
 def _check_projection(
