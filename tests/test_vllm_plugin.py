@@ -45,6 +45,7 @@ from preattn.integrations.vllm import (
 )
 from preattn.integrations.vllm import dsa as plugin_dsa
 from preattn.integrations.vllm import v4 as plugin_v4
+from preattn.kernels.launch import Launch
 
 TOKENS, MOST, RANK, INDEX_HEADS, BLOCK = 5, 12, 64, 8, 64
 ENGINE = ("vllm",)
@@ -573,6 +574,38 @@ def test_a_failure_while_the_engine_starts_puts_it_back(
     assert f"preattn is not active: KeyError while {when} model.layers.7.attn: 'a name that moved'" in caplog.text
     assert attention.DeepseekV32Attention.forward.__module__ == layers.ATTENTION
     a_layer()  # and stays so
+    assert not plugin.active()
+
+
+@pytest.fixture
+def registry(engine: Path) -> Iterator[Any]:
+    """The engine's warm-up registry, collecting."""
+    kind = importlib.import_module("vllm.model_executor.warmup.jit_warmup").JitWarmupRegistry
+    found = kind()
+    token = kind._active.set(found)
+    yield found
+    kind._active.reset(token)
+
+
+def test_an_engine_that_was_put_back_is_not_compiled_for(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    a_layer(jit_warmup=True)
+    plugin.refuse("a test says so")
+    seen: list[Any] = []
+    monkeypatch.setattr(warm, "warm", seen.append)
+    registry.warmup()
+    warm.JIT_WARMUP.compile(SimpleNamespace(layer=None))
+    assert seen == []
+
+
+def test_a_layer_that_has_no_kind_puts_the_engine_back(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(layer: Any) -> Any:
+        raise AttributeError("a name that moved")
+
+    register()
+    a_layer(jit_warmup=True)
+    monkeypatch.setattr(warm, "_kind", fails)
+    registry.warmup()
     assert not plugin.active()
 
 
@@ -1312,6 +1345,77 @@ def test_shadow_mode_compares_both_halves(
     else:
         ((name, first),) = bad.items()
         assert name == where[wrong][0] and f"layer model.layers.0.attn, element {where[wrong][1]}" in first
+
+
+@torch.no_grad()
+def test_a_weight_under_another_name_is_the_engines_own(v4_engine: Callable[[], Any]) -> None:
+    """AWQ, GPTQ and packed checkpoints."""
+
+    class AWQLinearMethod:
+        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return torch.nn.functional.linear(x, layer.qweight)
+
+    inputs = v4_inputs()
+    expected = v4_layer()(*inputs)
+    v4_engine()
+    layer = v4_layer()
+    layer.wq_b.qweight = torch.nn.Parameter(layer.wq_b.weight.data, requires_grad=False)
+    del layer.wq_b.weight
+    layer.wq_b.quant_method = AWQLinearMethod()
+    assert torch.equal(layer(*inputs), expected)
+    assert projection.writer_of(layer) == "its weight is quantised by AWQLinearMethod"
+
+
+@torch.no_grad()
+def test_what_cannot_be_compiled_puts_the_engine_back(
+    v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = v4_inputs()
+    expected = v4_layer()(*inputs)
+    v4_engine()
+    layer, prepare, failed = v4_layer(), Launch.prepare, []
+
+    def fails(launch: Launch, device: torch.device) -> bool:
+        if not failed:  # the stub's own operator is ours under another name
+            failed.append(launch)
+            raise RuntimeError("no compiler")
+        return prepare(launch, device)
+
+    monkeypatch.setattr(Launch, "prepare", fails)
+    plugin_v4._warm.clear()
+    assert torch.equal(layer(*inputs), expected) and failed and not plugin.active()
+    assert "preattn is not active: RuntimeError while compiling for fused_deepseek_v4" in caplog.text
+    assert torch.equal(layer(*inputs), expected)
+
+
+@torch.no_grad()
+def test_layers_of_other_head_counts_have_buffers_of_their_own(v4_engine: Callable[[], Any]) -> None:
+    """Of one padded size: a draft's, say. The padding of the one is no padding of the other."""
+    many, few = v4_inputs(5, 0), v4_inputs(5, 1)
+    expected = v4_layer(heads=4)(*few).clone()
+    v4_engine()
+    v4_layer(heads=8)(*many)
+    assert torch.equal(v4_layer(heads=4)(*few), expected)
+
+
+@torch.no_grad()
+def test_a_locked_workspace_leaves_the_engines_own_query(
+    v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second microbatch after graphs were captured."""
+
+    def locked(*_: Any, **__: Any) -> Any:
+        raise AssertionError("Workspace is locked")
+
+    inputs = v4_inputs()
+    expected = v4_layer()(*inputs)
+    v4_engine()
+    manager = importlib.import_module(projection.WORKSPACE).current_workspace_manager()
+    monkeypatch.setattr(manager, "get_persistent", locked)
+    layer = v4_layer()
+    assert torch.equal(layer(*inputs), expected)
+    with pytest.raises(AssertionError):
+        manager.get_persistent()
 
 
 # -- the release's own kernels ---------------------------------------------------------------------------------

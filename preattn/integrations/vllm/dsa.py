@@ -6,8 +6,8 @@ has the heads attention is compiled for, ``fused_q`` rotates its tail, and the F
 as it is: no concatenation, no padding, and no copy of a padded result. Any other backend is handed what it expects,
 the pair or the packed e4m3 query.
 
-The buffer is the workspace manager's: one for each microbatch, zeroed once, made in the engine's profiling run and so
-counted in its memory plan. Its layers use it in turn.
+The buffer is the workspace manager's: one for each microbatch and lane, made and zeroed at its first step, which for
+the first microbatch is the engine's profiling run, so that it is in the memory plan. Its layers use it in turn.
 
 What a replaced name does not cover runs the engine's own code, and the trace says why.
 """

@@ -78,6 +78,13 @@ def starting(what: str) -> Iterator[None]:
         plugin.refuse(f"{type(error).__name__} while {what}: {error}", trace=True)
 
 
+def put_back() -> bool:
+    """Whether the engine has been put back: what it was given before, its warm-up registry for one, it still has."""
+    from . import plugin
+
+    return plugin.refused()
+
+
 def describe(layer: Any) -> Layer:
     """What the plug-in has to know of a layer, from its own attributes."""
     state, impl = Layer(), layer.impl
@@ -137,8 +144,19 @@ def query_buffer(layer: Any) -> Tensor | None:
     if state is None or state.packs is not None or getattr(layer, "hisparse_cache", None) is not None:
         return None
     shape = (state.max_tokens, state.padded_heads, dsa.LATENT_DIM + dsa.ROPE_DIM)
-    key = ("preattn query", shape)
-    found: Tensor = engine.workspace_manager().get_persistent(key, shape, torch.bfloat16, zero_init=True)
+    return persistent(engine.workspace_manager(), state.heads, shape)
+
+
+def persistent(manager: Any, heads: int, shape: tuple[int, int, int]) -> Tensor | None:
+    """A workspace manager's zeroed bf16 buffer, of its microbatch and lane, for queries of so many heads.
+
+    None where there is none yet and the manager makes no more: it is locked once graphs are captured, and a second
+    microbatch may come later. Head counts have buffers of their own, or fewer heads would read what more have left.
+    """
+    try:
+        found: Tensor = manager.get_persistent(("preattn query", heads, shape), shape, torch.bfloat16, zero_init=True)
+    except AssertionError:
+        return None
     return found
 
 

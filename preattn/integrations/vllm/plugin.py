@@ -74,6 +74,11 @@ def refuse(reason: str, *, level: int = logging.WARNING, trace: bool = False) ->
     report.logger.log(level, "preattn is not active: %s", reason, exc_info=trace)
 
 
+def refused() -> bool:
+    """Whether this process's engine is left as it was."""
+    return _refused is not None
+
+
 def _refusal() -> str | None:
     """Why this process's engine is left alone, as far as can be told without importing any of it."""
     if report.asked("PREATTN_DISABLE"):

@@ -8,9 +8,10 @@ heads that attention takes. Nobody reads the first again. So two methods of a la
 - ``_fused_qnorm_rope_kv_insert``: the query it is handed is the layer's own, so that the operator it calls finishes
   that query in place: in the buffer, or, where the rank has all the heads, in whatever the projection left.
 
-The buffer is the workspace manager's: one for each microbatch, made and zeroed in the engine's profiling run, used by
-its layers in turn. Projection, operator and attention of a layer are on one stream, and attention only reads the query,
-so that the next layer overwrites what nobody needs any more.
+The buffer is the workspace manager's: one for each microbatch and lane, made and zeroed at its first step, which for
+the first microbatch is the engine's profiling run. Its layers use it in turn: projection, operator and attention of a
+layer are on one stream, and attention only reads the query, so that the next layer overwrites what nobody needs any
+more.
 
 A layer whose ``wq_b`` is multiplied by something that allocates its own result keeps the engine's projection and the
 operator that copies.
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from ...v4 import HEAD_DIM
 from . import report, shadow
+from .layers import persistent
 from .patching import Patches
 
 BACKENDS = ("FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41")
@@ -109,11 +111,11 @@ def project(own: Callable[..., Tensor], layer: Any, qr: Any, qr_scale: Tensor | 
     thread.buffer = None
     writer = writer_of(layer)
     reason = writer if isinstance(writer, str) else _unfit(layer, writer, qr, qr_scale)
-    if isinstance(writer, str) or reason is not None:
+    buffer, heads = None if reason is not None else query_buffer(layer), layer.n_local_heads
+    if isinstance(writer, str) or buffer is None:
         if report.tracing():
-            report.count("wq_b", f"{layer.prefix}: the engine's own: {reason}")
+            report.count("wq_b", f"{layer.prefix}: the engine's own: {reason or 'no buffer for this microbatch'}")
         return own(layer, qr, qr_scale)
-    buffer, heads = query_buffer(layer), layer.n_local_heads
     live = buffer[: qr.shape[0], :heads].flatten(1)
     writer.write(layer.wq_b, qr, live)
     if report.tracing():
@@ -164,7 +166,9 @@ def _writer(linear: Any, shape: tuple[int, int]) -> Writer | str:
         return "it does more than multiply: a bias, or a gather"
     if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
         return "something else hooks its forward"
-    weight, method = linear.weight, linear.quant_method
+    weight, method = getattr(linear, "weight", None), linear.quant_method
+    if not isinstance(weight, Tensor):  # AWQ, GPTQ and packed formats keep theirs under other names
+        return f"its weight is quantised by {type(method).__name__}"
     if weight.shape != shape or weight.stride() != (shape[1], 1):
         return f"a weight of shape {list(weight.shape)} and strides {list(weight.stride())}"
     if _type(method) == f"{LINEAR}.UnquantizedLinearMethod":
@@ -243,12 +247,10 @@ def _type(thing: object) -> str:
 # -- the operator ----------------------------------------------------------------------------------------------
 
 
-def query_buffer(layer: Any) -> Tensor:
+def query_buffer(layer: Any) -> Tensor | None:
     """The query buffer of a layer's microbatch, [max tokens, padded heads, 512]: zeros past the rank's heads."""
     shape = (layer.max_num_batched_tokens, layer.padded_heads, HEAD_DIM)
-    manager = import_module(WORKSPACE).current_workspace_manager()
-    found: Tensor = manager.get_persistent(("preattn query", shape), shape, torch.bfloat16, zero_init=True)
-    return found
+    return persistent(import_module(WORKSPACE).current_workspace_manager(), layer.n_local_heads, shape)
 
 
 def owned(query: Tensor) -> bool:

@@ -30,6 +30,10 @@ _originals: dict[str, Any] = {}
 _warm: set[tuple[Any, ...]] = set()
 
 
+class NotCompiled(RuntimeError):
+    """A kind of call that could not be compiled."""
+
+
 def patch_model(module: ModuleType, patches: Patches) -> None:
     """Override the operators, once, whichever of the models is imported first, and two methods of its layer."""
     override("CUDA")
@@ -71,8 +75,17 @@ def restore() -> None:
 
 
 def _kernel(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    own = _originals[name]
+
     def run(keys: torch.DispatchKeySet, *args: Any) -> Any:
-        result = _shadowed(name, ours, keys, *args) if shadow.active() else ours(*args)
+        try:
+            result = _shadowed(name, ours, keys, *args) if shadow.active() else ours(*args)
+        except NotCompiled as failure:  # raised before anything is launched
+            from . import plugin  # it imports this
+
+            cause = failure.__cause__
+            plugin.refuse(f"{type(cause).__name__} while compiling for {name}: {cause}", trace=True)
+            return own.call_boxed(keys, args[0].contiguous(), *args[1:])
         if report.tracing():
             in_place = result is not None and result.numel() > 0 and result.data_ptr() == args[0].data_ptr()
             report.count(name, ours.__name__.strip("_") + (", in place" if in_place else ""))
@@ -245,11 +258,14 @@ def _compile(kind: tuple[Any, ...], call: Callable[[int], None]) -> None:
     """Compile a new kind of call, for steps of every size: ``call`` makes it with launches held back."""
     if kind in _warm:
         return
-    with dispatch.hold() as launches:
-        for tokens in STEP_SIZES:
-            call(tokens)
-    for launch in launches:
-        launch.prepare(next(x.device for x in launch.tensors if x is not None))
+    try:
+        with dispatch.hold() as launches:
+            for tokens in STEP_SIZES:
+                call(tokens)
+        for launch in launches:
+            launch.prepare(next(x.device for x in launch.tensors if x is not None))
+    except Exception as error:
+        raise NotCompiled from error
     _warm.add(kind)
 
 

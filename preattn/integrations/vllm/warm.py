@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import dispatch, dsa, formats
 from ...policy import STEP_SIZES
 from . import ops
-from .layers import query_buffer, starting, state_of, thread
+from .layers import put_back, query_buffer, starting, state_of, thread
 
 
 class JitWarmup:
@@ -20,10 +20,15 @@ class JitWarmup:
 
     def get_warmup_keys(self, layer: Any) -> list[Any]:
         """One key for all layers that launch the same; the registry compiles a key once."""
-        return [_Key(layer, _kind(layer))]
+        if not put_back():
+            with starting(f"looking at {layer.layer_name}"):
+                return [_Key(layer, _kind(layer))]
+        return []
 
     def compile(self, compile_key: Any) -> None:
         """Compile what a key's layer launches."""
+        if put_back():  # what an earlier key failed at
+            return
         with starting(f"compiling for {compile_key.layer.layer_name}"):
             warm(compile_key.layer)
 
