@@ -26,7 +26,7 @@ from preattn.cases import CASES as ALL_CASES
 from preattn.cases import Case
 from preattn.cases.base import CANARY, Call, as_bytes
 from preattn.cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
-from preattn.cases.v4 import ProjectCase, V4Case
+from preattn.cases.v4 import KvCase, PadCase, ProjectCase, V4Case
 from preattn.dispatch import Backend, backend
 from preattn.kernels import dsa as _dsa  # noqa: F401  the kernels are then known
 from preattn.kernels import v4 as _v4  # noqa: F401
@@ -387,3 +387,34 @@ def test_there_is_one_rotation_or_none(case: Any, place: str) -> None:
         k_pe = call.arguments["k_pe"].float()
         turned = torch.stack([-k_pe[..., 1::2], k_pe[..., 0::2]], -1).flatten(-2)
         assert torch.equal(placing.outputs(call)["result2"].float(), turned)
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+GRAPHS = [
+    V4Case(8, 16),
+    V4Case(3, 4, record="v4_fp8", layout="head_major", norm=True, rope=True),
+    KvCase("v4_fp8"),
+    PadCase(3, 8),
+    ProjectCase(2, 4, rope=True),
+    ProjectCase(2, 4, layout="chunk_interleaved", form=Projection.MATMUL),
+    ProjectCase(2, 4, weight="e4m3", grouped=True),
+    DsaQueryCase(3, padded_heads=8, latent="contiguous"),
+    DsaQueryCase(3, form="pair", latent="contiguous", fp8_query=True),
+    AbsorbCase(3),
+    AbsorbCase(3, fp8_query=False),
+    NormRopeCase(return_kv=True),
+]
+
+
+@pytest.mark.parametrize("case", GRAPHS, ids=named)
+def test_steps_of_any_size_are_one_graph(case: Case, device: str) -> None:
+    """Symbolic sizes and strides pass every check, whole, and the bits are those of an eager call."""
+    torch._dynamo.reset()
+    step = torch.compile(case.build(2).function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 17, 1):
+        call, compiled = case.build(tokens, device), case.build(tokens, device)
+        compiled.function = step
+        assert same(placing.outputs(compiled), placing.outputs(call)), tokens
+        for name, tensor in call.memory.items():
+            assert torch.equal(as_bytes(tensor), as_bytes(compiled.memory[name])), (tokens, name)

@@ -86,8 +86,11 @@ def _check(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, rope_dim: i
 
 def _near(name: str, operand: Tensor) -> None:
     """Check what the library's matmul can reach; our kernel reaches all."""
-    strides = [stride for size, stride in zip(operand.shape, operand.stride(), strict=True) if size > 1]
-    if max(strides, default=0) >= policy.LIBRARY_STRIDE:
+    far = [
+        size > 1 and stride >= policy.LIBRARY_STRIDE
+        for size, stride in zip(operand.shape, operand.stride(), strict=True)
+    ]
+    if any(far):
         raise ValueError(
             f"{name}: expected strides below {policy.LIBRARY_STRIDE} elements in bf16, which torch.bmm multiplies; "
             f"got {operand.stride()}"

@@ -212,7 +212,7 @@ def _check_projection(
     matmul, kernel = _forms(x, weight, out, x_scale, kind, interleaved=layout == "chunk_interleaved")
     if not matmul and not kernel:
         raise ValueError(
-            f"out: expected rows of x, weight and out less than {policy.LIBRARY_STRIDE} elements apart where the rank "
+            f"x, weight, out: expected rows less than {policy.LIBRARY_STRIDE} elements apart where the rank "
             f"is not a multiple of 64; got {x.stride(0)}, {weight.stride(0)}, {out.stride(0)} at rank {x.shape[1]}"
         )
     if (form == Projection.MATMUL and not matmul) or (form == Projection.KERNEL and not kernel):
