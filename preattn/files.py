@@ -18,6 +18,7 @@ MOST_BYTES = 64 << 20
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 """A finite number above zero: JSON has no others, and what overflows float64 is refused."""
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 

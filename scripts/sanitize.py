@@ -19,9 +19,10 @@ import torch
 import triton
 
 from preattn.bench.run import commit
+from preattn.cases import CASES
 
 ROOT = Path(__file__).parents[1]
-CASES = ROOT / "tests" / "gpu" / "run_cases.py"
+RUN = ROOT / "tests" / "gpu" / "run_cases.py"
 TABLE = ROOT / "docs" / "sanitize.md"
 
 TOOLS = {
@@ -31,6 +32,12 @@ TOOLS = {
     "synccheck": "barriers that not all threads reach",
 }
 WATCHES_ALLOCATIONS = ("memcheck", "initcheck")
+CLEAN = {
+    "COMPUTE-SANITIZER",
+    "ERROR SUMMARY: 0 errors",
+    "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+"""All that a tool says of a clean pass; one that cannot watch says why, and may end well all the same."""
 COMPILERS = 12
 
 
@@ -55,7 +62,7 @@ def environment(tool: str) -> dict[str, str]:
 
 def run_cases(*wrapper: str, tool: str = "", part: str = "0/1") -> subprocess.CompletedProcess[str]:
     """One pass in a process of its own, under a tool or alone."""
-    command = [*wrapper, sys.executable, str(CASES), part]
+    command = [*wrapper, sys.executable, str(RUN), part]
     return subprocess.run(command, cwd=ROOT, env=environment(tool), capture_output=True, text=True, check=False)
 
 
@@ -77,8 +84,9 @@ def watch(tool: str) -> Outcome:
     done = run_cases("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", tool=tool)
     output = done.stdout + done.stderr
     cases = re.findall(r"^(\d+) cases run on", output, re.MULTILINE)
-    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
-    passed = done.returncode == 0 and bool(cases) and bool(summary)
+    said = re.findall(r"^=========\s+(.*\S)", output, re.MULTILINE)
+    summary = [line for line in said if "SUMMARY" in line]
+    passed = done.returncode == 0 and cases == [str(len(CASES))] and bool(summary) and set(said) <= CLEAN
     return Outcome(
         tool, passed, time.monotonic() - start, cases[-1] if cases else "none", "; ".join(summary) or "none", output
     )

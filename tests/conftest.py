@@ -100,18 +100,21 @@ class Counts:
     path: Path
     start: float = field(default_factory=time.perf_counter)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         done = dict(report.user_properties).get("random calls")
         if report.when != "call" or not isinstance(done, dict):
+            if report.failed:  # a worker that crashed, a test of the harness
+                self.lost.add(report.nodeid)
             return
         row = self.rows.setdefault(done["property"], {"examples": 0, "bytes": 0, "seconds": 0.0, "failed": 0})
         for key in ("examples", "bytes", "seconds"):
             row[key] += done[key]
         row["failed"] += report.failed
 
-    def pytest_sessionfinish(self) -> None:
-        if self.rows:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.rows and not session.config.option.keyword:  # a choice of properties is no search of all
             self.path.write_text("\n".join(self.lines()) + "\n")
 
     def lines(self) -> Iterator[str]:
@@ -129,9 +132,12 @@ class Counts:
         yield "that the op does not own. Counted are examples that passed; seconds are those of all processes together."
         yield ""
         yield f"- {name}; {versions}, hypothesis {version('hypothesis')}"
-        yield f"- commit {os.environ.get('PREATTN_COMMIT') or commit()}"
+        yield f"- commit {commit()}"
         yield f"- of each property {kinds}, in {SEARCH.parts} part(s); seed {SEARCH.seed}; {seconds:.0f} s in all"
         yield ""
+        if self.lost:
+            yield f"- failed, and said nothing of what had run: {', '.join(sorted(self.lost))}"
+            yield ""
         yield "| property | examples | bytes compared | seconds | failed parts |"
         yield "|---|---:|---:|---:|---:|"
         total = {key: sum(row[key] for row in self.rows.values()) for key in ("examples", "bytes", "seconds", "failed")}

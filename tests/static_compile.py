@@ -7,6 +7,7 @@ registers, spills, the widths of the global accesses in the PTX, and where it ma
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -119,8 +120,9 @@ def launches(*, small: bool) -> Iterator[tuple[str, Launch]]:
         large = {path: config for path, config in device.launch.items() if "@" not in path}
         device = dataclasses.replace(device, launch=large)
     seen = set()
-    for case in CASES:
-        call = case.build(2)
+    steps = [size for size in policy.STEP_SIZES if size <= policy.SMALL_STEP] if small else [2]
+    for case, tokens in itertools.product(CASES, steps):
+        call = case.build(tokens)
         with policy.assume(device), hold() as held:
             call.function(**call.arguments)
         for launch in held:

@@ -257,6 +257,10 @@ def test_a_sharded_run_with_another_bit_is_no_result(tmp_path: Path) -> None:
     path.write_text(json.dumps(found))
     assert report.render_tensor_parallel(path).count("\n| ") == len(found["results"])
     assert report.render_tensor_parallel(tmp_path / "none.json") == report.NOTHING
+    for rank in found["results"][0]["ranks"]:
+        rank["of_bound"] = 0.0  # no difference at all
+    path.write_text(json.dumps(found))
+    assert "| 0.00 |" in report.render_tensor_parallel(path)
     for name in ("query_equal", "cache_equal", "attention_equal", "within_bound", "output_equals_rank_0"):
         found["results"][1]["ranks"][1][name] = False
         path.write_text(json.dumps(found))

@@ -114,7 +114,7 @@ class Rank(files.Schema, frozen=True):
     cache_equal: bool
     attention_equal: bool
     within_bound: bool
-    of_bound: files.Positive
+    of_bound: files.NotNegative
     output_equals_rank_0: bool
 
 
