@@ -679,7 +679,7 @@ def run(mutant: Mutant, limit_s: int) -> Verdict:
         return judge(folder, mutant.tests, limit_s)
 
 
-def table(verdicts: Sequence[tuple[Mutant, Verdict]]) -> str:
+def table(verdicts: Sequence[tuple[Mutant, Verdict]], commit: str) -> str:
     """The Markdown page."""
     lines = [
         "# Mutants",
@@ -687,7 +687,8 @@ def table(verdicts: Sequence[tuple[Mutant, Verdict]]) -> str:
         "Each line is a mistake made on purpose by [`scripts/mutants.py`](../scripts/mutants.py), and the first test "
         "that failed because of it.",
         "",
-        f"{sum(verdict.caught is not None for _, verdict in verdicts)} of {len(verdicts)} caught.",
+        f"{sum(verdict.caught is not None for _, verdict in verdicts)} of {len(verdicts)} caught, in one run at commit "
+        f"{commit}.",
         "",
         "| mutant | file | caught by |",
         "|---|---|---|",
@@ -729,7 +730,9 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         verdicts = list(zip(chosen, pool.map(tried, chosen), strict=True))
     if options.only is None:
-        options.out.write_text(table(verdicts))
+        git = ("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+        options.out.write_text(table(verdicts, commit))
     if any(verdict.error for _, verdict in verdicts):
         return 2
     return int(any(verdict.caught is None for _, verdict in verdicts))
