@@ -5,13 +5,15 @@
 
 pip says where the package's wheel is, from its own configuration; of a wheel on a server that takes range requests
 only the table of contents and the named members are read. Other wheels pip downloads. Members are paths inside the
-wheel; one that ends in ``/`` is every Python file below it. Files that are there already are not fetched again.
+wheel; one that ends in ``/`` is every Python file below it. What was asked for before is not asked for again. Exit
+status 1: the package cannot be had, or lacks one of the members.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,14 +23,15 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+from urllib.response import addinfourl
 
 TIMEOUT = 60
-READ_AHEAD = 1 << 16
-"""Bytes of a range request at the least: a member's header and its data come in one."""
+READ_AHEAD = 1 << 18
+"""Bytes of a range request at the least: a member's header and its data come in one, and a folder's files in few."""
 
 
 class Unavailable(RuntimeError):
-    """The sources cannot be had; the message says why."""
+    """The package cannot be had; the message says why."""
 
 
 class _NoRanges(Exception):
@@ -43,9 +46,9 @@ class RangeFile(io.RawIOBase):
         with self._request(0, 0) as answer:
             self.size = int(answer.headers["Content-Range"].rpartition("/")[2])
 
-    def _request(self, first: int, last: int) -> urllib.request.addinfourl:
+    def _request(self, first: int, last: int) -> addinfourl:
         request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{last}"})
-        answer = urllib.request.urlopen(request, timeout=TIMEOUT)
+        answer: addinfourl = urllib.request.urlopen(request, timeout=TIMEOUT)
         if answer.status != 206:
             answer.close()
             raise _NoRanges(f"status {answer.status} to a range request")
@@ -86,10 +89,10 @@ def fetch(requirement: str, folder: Path, members: Iterable[str]) -> Path:
         members: paths inside the wheel; one that ends in ``/`` is every Python file below it.
 
     Returns:
-        The folder.
+        The folder. What the wheel lacks is not in it: that a release moved a file is for the reader to say.
 
     Raises:
-        Unavailable: pip does not find the package, the network is down, or the wheel has no such member.
+        Unavailable: pip does not find the package, or the network is down.
     """
     wanted = list(members)
     marker = folder / ".members"
@@ -99,7 +102,7 @@ def fetch(requirement: str, folder: Path, members: Iterable[str]) -> Path:
             _extract(_locate(requirement), requirement, folder, missing)
         except (OSError, zipfile.BadZipFile) as error:
             raise Unavailable(f"{requirement}: {error}") from error
-        marker.write_text("\n".join(sorted(known | set(missing))) + "\n")
+        _write(marker, "".join(f"{member}\n" for member in sorted(known | set(missing))).encode())
     return folder
 
 
@@ -133,17 +136,20 @@ def _extract(url: str, requirement: str, folder: Path, members: list[str]) -> No
 
 
 def _unpack(wheel: Path | RangeFile, folder: Path, members: list[str]) -> None:
-    with zipfile.ZipFile(wheel) as archive:  # type: ignore[arg-type]  # a raw file reads and seeks like any
-        names = archive.namelist()
-        for member in members:
-            found = [n for n in names if n == member or (member.endswith("/") and n.startswith(member))]
-            found = [name for name in found if name == member or name.endswith(".py")]
-            if not found:
-                raise Unavailable(f"{member}: no such file in the wheel")
-            for name in found:
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(name))
+    with zipfile.ZipFile(wheel) as archive:
+        folders = tuple(member for member in members if member.endswith("/"))
+        for name in archive.namelist():
+            below = name.endswith(".py") and name.startswith(folders)
+            if below or (name in members and name not in folders):
+                _write(folder / name, archive.read(name))
+
+
+def _write(target: Path, data: bytes) -> None:
+    """In one step: another process may be fetching, or reading, the same file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as scratch:
+        scratch.write(data)
+    os.replace(scratch.name, target)
 
 
 def main(arguments: list[str]) -> int:
@@ -151,12 +157,16 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 3:
         print(__doc__, file=sys.stderr)
         return 2
+    requirement, folder, *members = arguments
     try:
-        fetch(arguments[0], Path(arguments[1]), arguments[2:])
+        fetch(requirement, Path(folder), members)
     except Unavailable as reason:
         print(reason, file=sys.stderr)
         return 1
-    return 0
+    gone = [member for member in members if not (Path(folder) / member).exists()]
+    for member in gone:
+        print(f"{requirement}: no {member} in the wheel", file=sys.stderr)
+    return int(bool(gone))
 
 
 if __name__ == "__main__":

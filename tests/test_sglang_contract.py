@@ -1,12 +1,16 @@
 """What the plug-in for SGLang relies on, read from SGLang's own sources: names, signatures, call sites, the registry.
 
-Nothing of SGLang is imported: its files are parsed. A release that moves something fails here with what moved.
+Nothing of SGLang is imported: its files are parsed. A release that moves something fails here with what moved. To ask
+another release:
+
+    PREATTN_SGLANG=0.5.24 python -m pytest tests/test_sglang_contract.py tests/test_sglang_plugin.py
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import inspect
 import os
 import re
@@ -14,8 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import release_sources
 
 from preattn.integrations import sglang as plugin
+
+VERSION = os.environ.get("PREATTN_SGLANG", plugin.VERSIONS[-1])
 
 NORM_ROPE = "sglang/kernels/ops/attention/dsv4/norm_rope.py"
 REGISTRY = "sglang/srt/plugins/hook_registry.py"
@@ -46,12 +53,19 @@ CALLS = {
 NOT_CALLED_ON_CUDA = {HIP}
 
 
+CUDA = {
+    "sglang/kernels/jit/csrc/deepseek_v4/main_norm_rope.cuh": "c4804fc56cb17e3c",
+    "sglang/kernels/jit/csrc/deepseek_v4/rope.cuh": "c599b6d5bce1f3e7",
+}
+"""The CUDA sources whose bits were compared on a GPU, by a hash of their text."""
+
+FOLDERS = ("sglang/kernels/ops/", "sglang/srt/layers/", "sglang/srt/models/")
+"""Where the hooked and the untouched functions are, and whatever may call them."""
+
+
 def sources() -> Path:
-    """The folder that holds ``sglang/``, the package's sources; skips where they cannot be had."""
-    folder = os.environ.get("PREATTN_SGLANG_SOURCES")
-    if folder is None:
-        pytest.skip("needs the sources of SGLang 0.5.23: set PREATTN_SGLANG_SOURCES to the folder with sglang/ in it")
-    return Path(folder)
+    """The folder with the release's sources; skips, with the reason, where they cannot be had."""
+    return release_sources.sources("sglang", VERSION, (*FOLDERS, "sglang/srt/plugins/", "sglang/srt/environ.py", *CUDA))
 
 
 # -- reading sources --------------------------------------------------------------------------------------------------
@@ -79,7 +93,7 @@ def where(root: Path, name: str) -> str:
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef) and node.name == name
     ]
-    return f"it is now in {', '.join(found)}" if found else "nothing of that name is left"
+    return f"it is now in {', '.join(found)}" if found else f"nothing of that name is left in {', '.join(FOLDERS)}"
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -104,7 +118,7 @@ def of_hook(target: str) -> list[str]:
 def calls(root: Path, name: str) -> Iterator[tuple[str, str, str]]:
     """(file, function around, arguments) of every call by that name."""
     for path in sorted(root.glob("sglang/**/*.py")):
-        if "/test/" not in str(path) and f"{name}(" in path.read_text():
+        if f"{name}(" in path.read_text():
             for around in ast.walk(parsed(path)):
                 if isinstance(around, ast.FunctionDef) and around.name != name:
                     for node in ast.walk(around):
@@ -147,6 +161,14 @@ def test_a_hooked_function_runs_the_kernel_whose_arithmetic_was_compared() -> No
     assert 'cuda_files=["deepseek_v4/main_norm_rope.cuh"]' in text and "FusedQNormRopeKernel" in text
     assert 'cuda_files=["deepseek_v4/rope.cuh"]' in text and "FusedQKRopeKernel" in text
     assert "eps is not None" in text  # None stands for: no norm
+
+
+@pytest.mark.parametrize("path", CUDA)
+def test_a_kernel_is_the_one_that_was_compared(path: str) -> None:
+    found = sources() / path
+    assert found.is_file(), f"SGLang {VERSION} has no {path}"
+    digest = hashlib.sha256(found.read_bytes()).hexdigest()[:16]
+    assert digest == CUDA[path], f"{path} has changed: compare its bits on a GPU, then record {digest}"
 
 
 def test_the_registry_is_the_one_that_hooks_are_verified_in() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import release_sources
 
 from preattn.integrations.vllm import flashmla, layers, ops, plugin, projection, v4, warm
 
-ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("vllm_contract.json")
 VERSION = os.environ.get("PREATTN_VLLM", plugin.VERSIONS[-1])
 
@@ -122,25 +121,18 @@ def path_of(module: str) -> str:
     return module.replace(".", "/") + ("/__init__.py" if module == LOADER else ".py")
 
 
-@cache
 def sources() -> Path:
     """The folder with the release's sources; skips, with the reason, where they cannot be had."""
-    spec = importlib.util.spec_from_file_location("fetch_sources", ROOT / "scripts" / "fetch_sources.py")
-    assert spec is not None and spec.loader is not None
-    fetcher = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fetcher)
     more = {path_of(module) for module in (V4_SPARSE, V41_SPARSE, V41_MEGA)} | set(BACKEND_FILES)
     members = sorted({path_of(module) for module in FUNCTIONS} | more)
-    try:
-        folder = fetcher.fetch(f"vllm=={VERSION}", ROOT / ".cache" / "sources" / f"vllm-{VERSION}", members)
-    except fetcher.Unavailable as reason:
-        pytest.skip(f"the sources of vLLM {VERSION} cannot be had: {reason}")
-    return Path(folder)
+    return release_sources.sources("vllm", VERSION, members)
 
 
 @cache
 def source(module: str) -> tuple[str, ast.Module]:
-    text = (sources() / path_of(module)).read_text()
+    """A module's text and tree; nothing, where the release has no such file."""
+    path = sources() / path_of(module)
+    text = path.read_text() if path.is_file() else ""
     return text, ast.parse(text)
 
 
