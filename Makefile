@@ -1,6 +1,6 @@
 # Every step runs in the interpreter that scripts/python finds or builds; see there.
 .NOTPARALLEL:
-.PHONY: help demo test lint nightly mutants sanitize clean
+.PHONY: help demo test lint nightly mutants sanitize matrix clean
 
 WORKERS ?= 2
 EXAMPLES ?= 20000
@@ -15,6 +15,7 @@ help:
 	@echo "make nightly    EXAMPLES=20000 random calls, split evenly over the properties and rounded up: docs/nightly.md"
 	@echo "make mutants    break the library on purpose, and see that a test notices: docs/mutants.md"
 	@echo "make sanitize   one pass over the cases on a GPU under each tool of compute-sanitizer: docs/sanitize.md"
+	@echo "make matrix     a selection of the tests with the oldest and the newest torch and Triton, installed under build/"
 	@echo "make clean   remove .venv, build products and caches"
 	@echo "scripts/python ARGUMENTS   the interpreter that these use"
 
@@ -39,6 +40,9 @@ mutants:
 
 sanitize:
 	scripts/python --need "$(PACKAGE_NEEDS)" scripts/sanitize.py $(ARGS)
+
+matrix:
+	scripts/python scripts/matrix.py --workers $(WORKERS) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
