@@ -81,6 +81,7 @@ def compare(stock: list[list[float]], plugin: list[list[float]]) -> dict[str, An
     distance = {name: statistics.median([pair[name] for pair in across]) for name in across[0]}
     return {
         "tokens": len(stock[0]) + 1,
+        "runs": {"stock": len(stock), "plugin": len(plugin)},
         "mean_logprob": {"stock": statistics.fmean(stock[0]), "plugin": statistics.fmean(plugin[0])},
         "stock_spread": spread,
         "plugin_distance": distance,
