@@ -123,6 +123,12 @@ def test_a_package_that_is_not_to_be_had_is_named(wheels: Path, tmp_path: Path) 
     assert not (tmp_path / "sources").exists()
 
 
+def test_a_server_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "_locate", lambda requirement: "http://127.0.0.1:9/engine.whl")
+    with pytest.raises(script.Unavailable, match=rf"{REQUIREMENT}: .*refused"):
+        script.fetch(REQUIREMENT, tmp_path / "sources", MEMBERS)
+
+
 def test_a_test_that_needs_it_skips_with_the_reason(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(script, "_locate", lambda requirement: (asked.append(requirement), script._pip("x"))[1])

@@ -1,19 +1,11 @@
-"""The proof inside vLLM, as far as it runs without a GPU: processes and their environment, tables, verdicts; and how
-the contract tests get a release's sources.
-"""
+"""The proof inside vLLM, as far as it runs without a GPU: processes and their environment, tables, verdicts."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import http.server
-import importlib.util
 import json
 import sys
-import threading
 import types
-import zipfile
-from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -238,88 +230,3 @@ def test_the_plug_in_is_held_to_the_stock_engines_own_spread(shift: float, withi
     ours = [[value - shift for value in run] for run in stock]
     verdict = document.compare(stock, ours)["within"]
     assert all(verdict.values()) is within
-
-
-# -- a release's sources ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fetcher() -> Any:
-    spec = importlib.util.spec_from_file_location("fetch_sources", ROOT / "scripts" / "fetch_sources.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    path = tmp_path / "some-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("some/big.bin", bytes(range(256)) * 4096)
-        archive.writestr("some/a.py", "a = 1\n")
-        archive.writestr("some/b/c.py", "c = 2\n")
-        archive.writestr("some/b/data.txt", "no")
-    return path
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    ranges = True
-    sent = 0
-
-    def do_GET(self) -> None:
-        body = (Path(self.directory) / self.path.lstrip("/")).read_bytes()
-        header = self.headers.get("Range")
-        if self.ranges and header:
-            first, last = map(int, header.removeprefix("bytes=").split("-"))
-            part = body[first : last + 1]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(body)}")
-        else:
-            part = body
-            self.send_response(200)
-        type(self).sent += len(part)
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-    def log_message(self, *args: Any) -> None: ...
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    Handler.sent, Handler.ranges = 0, True
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path)))
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}"
-    running.shutdown()
-    running.server_close()
-
-
-@pytest.mark.parametrize("where", ["server", "file", "server without ranges"])
-def test_named_members_are_fetched_and_nothing_else(
-    fetcher: Any, wheel: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    url = wheel.as_uri() if where == "file" else f"{server}/{wheel.name}"
-    Handler.ranges = where == "server"
-    monkeypatch.setattr(fetcher, "READ_AHEAD", 64)
-    monkeypatch.setattr(fetcher, "_locate", lambda requirement: url)
-    monkeypatch.setattr(fetcher, "_pip", lambda *a: Path(a[3], wheel.name).write_bytes(wheel.read_bytes()))
-    folder = fetcher.fetch("some==1", tmp_path / "out", ["some/a.py", "some/b/"])
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert found == {".members", "some/a.py", "some/b/c.py"} and (folder / "some/b/c.py").read_text() == "c = 2\n"
-    if where == "server":
-        assert 0 < Handler.sent < wheel.stat().st_size / 2
-    monkeypatch.setattr(fetcher, "_locate", lambda requirement: pytest.fail("fetched again"))
-    fetcher.fetch("some==1", tmp_path / "out", ["some/a.py"])
-
-
-def test_what_cannot_be_had_says_why(
-    fetcher: Any, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetcher, "_locate", lambda requirement: wheel.as_uri())
-    with pytest.raises(fetcher.Unavailable, match=r"some/gone\.py: no such file in the wheel"):
-        fetcher.fetch("some==1", tmp_path / "out", ["some/gone.py"])
-    monkeypatch.setattr(fetcher, "_locate", lambda requirement: "http://127.0.0.1:9/some.whl")
-    with pytest.raises(fetcher.Unavailable, match=r"some==1: .*refused"):
-        fetcher.fetch("some==1", tmp_path / "out", ["some/a.py"])
