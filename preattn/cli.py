@@ -278,7 +278,8 @@ def demo() -> None:
         _say(f"  recorded   {case.name}: {tokens} tokens, {shard.heads} heads" + (f", {record}" if record else ""))
         plan = policy.choose(shard, tokens=tokens, record=record, device_name=_gpu_name() if gpu else "this CPU")
         form = plan.form if shard.family == "v4" else None
-        _say(f"  plan       {plan.form}: {plan.reason}")
+        if form is not None:  # what is recorded of DSA are its parts, and a plan is of the whole
+            _say(f"  plan       {plan.form}: {plan.reason}")
         _say(f"  moves      {call.moved:,} bytes")
         for runner in runners:
             result = _run_recorded(case, runner, form)

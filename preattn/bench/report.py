@@ -158,16 +158,21 @@ _FP8_QUERY = "dsa_query/packed/{heads}of{heads}/32_half_split/transposed/fp8_que
 _ABSORBED = "dsa_absorb/{heads}of{heads}/128/fp8_query"
 _NORMS = "dsa_norm_rope/2048/dsa_fp8/index_fp8_half_split"
 _BF16_NORMS = "dsa_norm_rope/1536/bf16/index_fp8_half_split"
-_PROJECT = "v4_project/kernel/{form}/rank1024"
+_PROJECT = "v4_project/kernel/{form}"
 _PROJECT_ARMS = {
     "plain projection": "plain_projection",
     "and one launch of ours": "then_one_launch",
     "and vLLM's op": "vllm",
 }
 _PROJECT_LINES = (
-    ("chunk_interleaved/32of64/v41_mxfp8/bf16", "V4.1, interleaved"),
-    ("head_major/32of64/v41_mxfp8/bf16/rope", "V4.1, head-major"),
-    ("head_major/16of64/v4_fp8/bf16/norm/rope", "V4, 16 of 64, norm"),
+    ("chunk_interleaved/32of64/v41_mxfp8/bf16/rank1280", "V4.1, interleaved"),
+    ("chunk_interleaved/32of64/v41_mxfp8/bf16/rank1024", "the same, rank 1,024"),
+    ("head_major/32of64/v41_mxfp8/bf16/rope/rank1024", "V4.1, head-major, rank 1,024"),
+    ("head_major/16of64/v4_fp8/bf16/norm/rope/rank1024", "V4, 16 of 64, norm"),
+)
+_FP8_LINES = (
+    ("head_major/32of64/v41_mxfp8/e4m3/rope/grouped/rank1024", "32 of 64, RoPE"),
+    ("head_major/64of64/v4_fp8/e4m3/norm/rope/grouped/rank1024", "64 of 64, norm and RoPE"),
 )
 _FP8_PROJECT_ARMS = {"plain projection": "plain_projection", "and one launch of ours": "then_one_launch"}
 _UNORDERED = {"plain projection": "plain_projection", "and one launch of ours*": "then_one_launch_unordered"}
@@ -222,20 +227,22 @@ TABLES = (
     ),
     Table(
         "project_fp8",
-        (_TOKENS,),
-        _lines((8, 64, 256, 1024, 8192, 16384), form="head_major/32of64/v41_mxfp8/e4m3/rope/grouped"),
+        (("query", "{what}"), _TOKENS),
+        tuple(
+            line for form, what in _FP8_LINES for line in _lines((8, 64, 256, 1024, 8192, 16384), form=form, what=what)
+        ),
         _copy_free(_PROJECT, _FP8_PROJECT_ARMS),
     ),
     Table(
         "project_fp8_interleaved",
         (_TOKENS,),
-        _lines((8, 64, 256, 1024, 8192, 16384), form="chunk_interleaved/32of64/v41_mxfp8/e4m3/grouped"),
+        _lines((8, 64, 256, 1024, 8192, 16384), form="chunk_interleaved/32of64/v41_mxfp8/e4m3/grouped/rank1024"),
         _copy_free(_PROJECT, _UNORDERED),
     ),
     Table(
         "project_mx",
         (_TOKENS,),
-        _lines((1, 8, 64, 1024), form="head_major/32of64/v41_mxfp8/mx/rope"),
+        _lines((1, 8, 64, 1024), form="head_major/32of64/v41_mxfp8/mx/rope/rank1024"),
         _copy_free(_PROJECT, _BF16_INSTEAD),
     ),
     Table(
