@@ -156,6 +156,20 @@ def test_the_document_gives_its_tables(tmp_path: Path, capsys: pytest.CaptureFix
     assert not any("tiny" in line for line in lines)
 
 
+def test_the_overview_has_a_line_for_what_both_arms_served() -> None:
+    runs = [a_run("stock", 60.0), a_run("plugin", 45.0), a_shadow(), {**a_run("stock", 1.0), "graphs": True}]
+    unfinished = {**a_run("plugin", 1.0), "graphs": True, "complete": False}
+    lines = engine.overview([*runs, unfinished]).splitlines()
+    assert lines[2:] == [
+        "| glm-5 | eager | 60.00 | 45.00 | 0.750 | 0.746 | 6.00 | 4.50 | 0.750 |",
+        "",
+        "Milliseconds; GPU, vLLM 4, preattn abc.",
+    ]
+    for run in runs[:2]:
+        del run["profile_prefill"]
+    assert "| 0.750 | – | 6.00 |" in engine.overview(runs)
+
+
 def test_runs_are_added_to_a_document_and_replace_those_of_their_name(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     engine.write(path, [a_run("stock", 60.0), a_run("plugin", 45.0)])

@@ -251,6 +251,46 @@ def report(runs: list[Run]) -> str:
     return "\n\n".join(parts)
 
 
+def overview(runs: list[Run]) -> str:
+    """One line for each model and execution that both arms have served: the longest prompt, a decode step."""
+    lines = [
+        "| model | execution | TTFT | preattn | ratio | GPU time, ratio | TPOT | preattn | ratio |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    served = [run for run in runs if run["arm"] in ("stock", "plugin") and run.get("complete")]
+    for model, graphs in dict.fromkeys((run["model"], run["graphs"]) for run in served):
+        arms = [[r for r in served if (r["model"], r["graphs"], r["arm"]) == (model, graphs, arm)] for arm in ARMS[:2]]
+        if all(arms):
+            ttft, gpu, tpot = (_compared(arms, value) for value in (_longest, _gpu_ms, _tpot))
+            lines.append(
+                f"| {model} | {'CUDA graphs' if graphs else 'eager'} | {ttft} | {gpu.rpartition('| ')[2]} | {tpot} |"
+            )
+    commits = ", ".join(dict.fromkeys(run["environment"]["commit"][:10] for run in served))
+    where = dict.fromkeys(f"{run['environment']['device']}, vLLM {run['environment']['vllm']}" for run in served)
+    return "\n".join(lines) + f"\n\nMilliseconds; {'; '.join(where)}, preattn {commits}."
+
+
+def _compared(arms: list[list[Run]], value: Callable[[Run], float | None]) -> str:
+    """Both arms' medians and their ratio, as cells; dashes where one of them has none."""
+    known = [[found for run in runs if (found := value(run)) is not None] for runs in arms]
+    if not all(known):
+        return "– | – | –"
+    stock, ours = (statistics.median(times) for times in known)
+    return f"{stock:.2f} | {ours:.2f} | {ours / stock:.3f}"
+
+
+def _longest(run: Run) -> float:
+    return float(run["ttft"][max(run["ttft"], key=int)]["ms"])
+
+
+def _gpu_ms(run: Run) -> float | None:
+    return float(run["profile_prefill"]["gpu_ms"]) if "profile_prefill" in run else None
+
+
+def _tpot(run: Run) -> float:
+    return float(run["tpot"]["ms"])
+
+
 def _rounds(arms: dict[str, list[Run]]) -> str:
     counts = {len(found) for found in arms.values()}
     return f"{max(counts)} process{'es' if max(counts) > 1 else ''} of each" if len(counts) == 1 else "unpaired"

@@ -8,6 +8,7 @@ from one file, the newest that has any of them, so that every ratio is of one ru
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from .. import policy
 from ..geometry import geometry
+from . import engine
 from .results import Clock, Header, Results, Row, read_all, read_parallel
 
 NOTHING = "*Not measured yet.*"
@@ -389,10 +391,22 @@ def render_tensor_parallel(path: Path = PARALLEL) -> str:
     return "\n".join(lines) + "\n\n" + caption
 
 
+ENGINE = ROOT / "results" / "engine.json"
+
+
+def render_engine(path: Path = ENGINE) -> str:
+    """The engine with and without the plug-in, as ``bench.engine`` measured it."""
+    return engine.overview(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
+
+
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
-PICTURES: Mapping[str, Callable[[], str]] = {"bytes": render_bytes, "tensor_parallel": render_tensor_parallel}
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "bytes": render_bytes,
+    "tensor_parallel": render_tensor_parallel,
+    "engine": render_engine,
+}
 """What is not a table of arms: drawn of the plans, or of a run of several GPUs."""
 
 
