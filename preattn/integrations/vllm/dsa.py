@@ -70,7 +70,7 @@ class _Torch(ModuleType):
 def init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepseekV32Attention.__init__``; then settle what the layer's query looks like, and have it warmed up."""
     engine.init(self, *args, **kwargs)
-    with starting(f"looking at {self.layer_name}"):
+    with starting(f"while looking at {self.layer_name}"):
         state = describe(self)
         self.__dict__["_preattn"] = state
         if state.packs is not None:
@@ -98,7 +98,7 @@ def bind_kv_cache(self: Any, kv_cache: Tensor) -> None:
     state = state_of(self)
     if state is None or state.registered:
         return
-    with starting(f"compiling for {self.layer_name}"):
+    with starting(f"while compiling for {self.layer_name}"):
         compiled = warm.warm(self)
         if compiled:
             report.logger.info("preattn, %s: %d variants compiled for %s", report.rank(), compiled, self.layer_name)

@@ -75,7 +75,7 @@ def starting(what: str) -> Iterator[None]:
     except Exception as error:
         from . import plugin  # it imports what imports this
 
-        plugin.refuse(f"{type(error).__name__} while {what}: {error}", trace=True)
+        plugin.refuse(f"{type(error).__name__} {what}: {error}", trace=True)
 
 
 def put_back() -> bool:

@@ -21,7 +21,7 @@ class JitWarmup:
     def get_warmup_keys(self, layer: Any) -> list[Any]:
         """One key for all layers that launch the same; the registry compiles a key once."""
         if not put_back():
-            with starting(f"looking at {layer.layer_name}"):
+            with starting(f"while looking at {layer.layer_name}"):
                 return [_Key(layer, _kind(layer))]
         return []
 
@@ -29,7 +29,7 @@ class JitWarmup:
         """Compile what a key's layer launches."""
         if put_back():  # what an earlier key failed at
             return
-        with starting(f"compiling for {compile_key.layer.layer_name}"):
+        with starting(f"while compiling for {compile_key.layer.layer_name}"):
             warm(compile_key.layer)
 
     def compile_many(self, compile_keys: Any) -> None:
