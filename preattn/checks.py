@@ -161,6 +161,18 @@ def disjoint(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
         raise ValueError(f"{name}: expected memory apart from {other_name}; got {name} overlapping it")
 
 
+LIBRARY_STRIDE = 2**30
+"""Elements between rows, or heads, from which cuBLAS is not trusted: bf16 ones 2 GiB apart fault (CUDA 13.0)."""
+
+
+def library_reaches(operand: Tensor) -> bool:
+    """Whether a library's matmul can be trusted with an operand's strides; our kernels reach all."""
+    apart = [
+        size > 1 and stride >= LIBRARY_STRIDE for size, stride in zip(operand.shape, operand.stride(), strict=True)
+    ]
+    return not any(apart)
+
+
 def number(name: str, value: object, *, least: float | None = None) -> None:
     """Check a finite int or float of at least ``least``."""
     if not isinstance(value, int | float) or isinstance(value, bool):

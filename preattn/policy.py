@@ -405,10 +405,6 @@ PROJECT_KERNEL_TOKENS: dict[str, int] = {
 """Tokens up to which our kernel beats the library's matmul and the launch after it (H200), by kernel path."""
 
 
-LIBRARY_STRIDE = 2**30
-"""Elements between rows, or heads, from which cuBLAS is not trusted: bf16 ones 2 GiB apart fault (CUDA 13.0)."""
-
-
 def library_multiplies(weight: WeightKind, layout: Layout, tokens: int, rank: int) -> bool:
     """Whether torch has a matmul that takes these operands and writes where attention reads.
 

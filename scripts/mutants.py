@@ -33,7 +33,6 @@ DEVICE, KV, QUERY = "preattn/kernels/device.py", "preattn/kernels/v4/kv.py", "pr
 DSA_QUERY, NORM, ROWS = (f"preattn/kernels/dsa/{name}.py" for name in ("query", "norm_rope", "rows"))
 ABSORB = "preattn/kernels/dsa/absorb.py"
 PROJECT, WORKSPACE, DEBUGGING = "preattn/kernels/v4/project.py", "preattn/workspace.py", "preattn/debugging.py"
-V4_PROJECT = "preattn/v4/project.py"
 REFERENCE_V4, REFERENCE_DSA = "preattn/reference/v4.py", "preattn/reference/dsa.py"
 
 BYTES = ("tests/test_formats.py", "tests/test_exhaustive.py")
@@ -130,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "rows 2 GiB apart go to a library that does not reach them",
         FAR,
-        (V4_PROJECT, "near = tokens <= 1 or max(", "near = True or max("),
+        (CHECKS, "return not any(apart)", "return True"),
     ),
     mutant(
         "a NaN that a bf16 record only copies keeps its payload",

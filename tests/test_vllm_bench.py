@@ -163,7 +163,7 @@ def test_the_overview_has_a_line_for_what_both_arms_served() -> None:
     assert lines[2:] == [
         "| glm-5 | eager | 60.00 | 45.00 | 0.750 | 0.746 | 6.00 | 4.50 | 0.750 |",
         "",
-        "Milliseconds; GPU, vLLM 4, preattn abc.",
+        "Milliseconds, processes of each arm: 1; GPU, vLLM 4, preattn abc.",
     ]
     for run in runs[:2]:
         del run["profile_prefill"]

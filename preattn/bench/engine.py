@@ -257,17 +257,19 @@ def overview(runs: list[Run]) -> str:
         "| model | execution | TTFT | preattn | ratio | GPU time, ratio | TPOT | preattn | ratio |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    served = [run for run in runs if run["arm"] in ("stock", "plugin") and run.get("complete")]
+    served, processes = [run for run in runs if run["arm"] in ARMS[:2] and run.get("complete")], set()
     for model, graphs in dict.fromkeys((run["model"], run["graphs"]) for run in served):
         arms = [[r for r in served if (r["model"], r["graphs"], r["arm"]) == (model, graphs, arm)] for arm in ARMS[:2]]
         if all(arms):
+            processes |= {len(found) for found in arms}
             ttft, gpu, tpot = (_compared(arms, value) for value in (_longest, _gpu_ms, _tpot))
             lines.append(
                 f"| {model} | {'CUDA graphs' if graphs else 'eager'} | {ttft} | {gpu.rpartition('| ')[2]} | {tpot} |"
             )
     commits = ", ".join(dict.fromkeys(run["environment"]["commit"][:10] for run in served))
     where = dict.fromkeys(f"{run['environment']['device']}, vLLM {run['environment']['vllm']}" for run in served)
-    return "\n".join(lines) + f"\n\nMilliseconds; {'; '.join(where)}, preattn {commits}."
+    each = " to ".join(map(str, sorted({min(processes, default=0), max(processes, default=0)})))
+    return "\n".join(lines) + f"\n\nMilliseconds, processes of each arm: {each}; {'; '.join(where)}, preattn {commits}."
 
 
 def _compared(arms: list[list[Run]], value: Callable[[Run], float | None]) -> str:

@@ -407,7 +407,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "tensor_parallel": render_tensor_parallel,
     "engine": render_engine,
 }
-"""What is not a table of arms: drawn of the plans, or of a run of several GPUs."""
+"""What is not a table of arms: drawn of the plans, or of runs of several GPUs and of an engine."""
 
 
 def fill(

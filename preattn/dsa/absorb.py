@@ -64,9 +64,6 @@ def _check(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, rope_dim: i
     if query_scale is not None:
         checks.scale("query_scale", query_scale, q_nope.device)
     dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn
-    if query_scale is None:
-        _near("q_nope", q_nope)
-        _near("w_uk", w_uk)
     if out is None:
         if rope_dim not in (0, ROPE_DIM):
             raise ValueError(f"rope_dim: expected 0 or {ROPE_DIM}; got {rope_dim!r}")
@@ -79,22 +76,14 @@ def _check(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor | None, rope_dim: i
             )
         checks.rows("out", out, inner=2)
         checks.apart("out", out)
-        if query_scale is None:
-            _near("out", out)
+    if query_scale is None:
+        for name, operand in (("q_nope", q_nope), ("w_uk", w_uk), ("out", out)):
+            if operand is not None and not checks.library_reaches(operand):
+                raise ValueError(
+                    f"{name}: expected strides below {checks.LIBRARY_STRIDE} elements in bf16, which torch.bmm "
+                    f"multiplies; got {operand.stride()}"
+                )
     return dtype
-
-
-def _near(name: str, operand: Tensor) -> None:
-    """Check what the library's matmul can reach; our kernel reaches all."""
-    far = [
-        size > 1 and stride >= policy.LIBRARY_STRIDE
-        for size, stride in zip(operand.shape, operand.stride(), strict=True)
-    ]
-    if any(far):
-        raise ValueError(
-            f"{name}: expected strides below {policy.LIBRARY_STRIDE} elements in bf16, which torch.bmm multiplies; "
-            f"got {operand.stride()}"
-        )
 
 
 # -- registered op ------------------------------------------------------------------------------------------

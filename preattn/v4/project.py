@@ -212,13 +212,14 @@ def _check_projection(
     matmul, kernel = _forms(x, weight, out, x_scale, kind, interleaved=layout == "chunk_interleaved")
     if not matmul and not kernel:
         raise ValueError(
-            f"x, weight, out: expected rows less than {policy.LIBRARY_STRIDE} elements apart where the rank "
+            f"x, weight, out: expected rows less than {checks.LIBRARY_STRIDE} elements apart where the rank "
             f"is not a multiple of 64; got {x.stride(0)}, {weight.stride(0)}, {out.stride(0)} at rank {x.shape[1]}"
         )
     if (form == Projection.MATMUL and not matmul) or (form == Projection.KERNEL and not kernel):
         needs = (
             "bf16 operands, or block-scaled e4m3 ones in head-major layout with a rank that is a multiple of 512, "
-            "column-major x_scale [T, rank / 128] and T a multiple of 4, rows less than 2**30 elements apart"
+            "column-major x_scale [T, rank / 128] and T a multiple of 4, rows less than "
+            f"{checks.LIBRARY_STRIDE} elements apart"
             if form == Projection.MATMUL
             else "a rank that is a multiple of 64"
         )
@@ -270,11 +271,11 @@ def _forms(
 ) -> tuple[bool, bool]:
     """Whether the library's matmul takes these operands, and whether our kernel does."""
     tokens, rank = x.shape
-    near = tokens <= 1 or max(x.stride(0), weight.stride(0), out.stride(0)) < policy.LIBRARY_STRIDE
     columns = x_scale is None or (x_scale.dim() == 2 and x_scale.stride() == (1, tokens))
     layout: Layout = "chunk_interleaved" if interleaved else "head_major"
-    multiplies = near and columns and policy.library_multiplies(kind, layout, tokens, rank)
-    return multiplies, rank > 0 and rank % 64 == 0
+    multiplies = columns and policy.library_multiplies(kind, layout, tokens, rank)
+    near = all([checks.library_reaches(operand) for operand in (x, weight, out)])
+    return multiplies and near, rank > 0 and rank % 64 == 0
 
 
 @lru_cache
@@ -299,15 +300,15 @@ def _chosen(
     Raises:
         ValueError: ``form`` asks for what this device does not have.
     """
-    matmul, kernel = _forms(x, weight, out, x_scale, kind, interleaved=interleaved)
-    if kind != "bf16" and x.is_cuda and not _scales_blocks(x.device.index):
-        matmul = False
-        if form == Projection.MATMUL:
-            raise ValueError(
-                f"form: expected kernel for e4m3 operands on {torch.cuda.get_device_name(x.device)}; got {form}"
-            )
+    scales = kind == "bf16" or not x.is_cuda or _scales_blocks(x.device.index)
+    if form == Projection.MATMUL and not scales:
+        raise ValueError(
+            f"form: expected kernel for e4m3 operands on {torch.cuda.get_device_name(x.device)}; got {form}"
+        )
     if form is not None:
         return Projection(form)
+    matmul, kernel = _forms(x, weight, out, x_scale, kind, interleaved=interleaved)
+    matmul = matmul and scales
     device = policy.current_device(x.device.index if x.is_cuda else None)
     return policy.projection(device, kind, tokens=x.shape[0], norm=norm, matmul=matmul, kernel=kernel)[0]
 
