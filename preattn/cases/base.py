@@ -61,8 +61,8 @@ class Case(Protocol):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's values as a flat uint8 CPU tensor."""
-    flat = tensor.detach().cpu().contiguous().flatten()
+    """A copy of a tensor's values, as a flat uint8 CPU tensor."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous().flatten()
     return flat.view(torch.uint8)
 
 
