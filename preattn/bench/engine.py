@@ -398,11 +398,12 @@ def _shadow(run: Run) -> str:
     lines = [
         f"**{run['model']}, shadow mode**, {run.get('steps', 0):,} engine steps",
         "",
-        "| output | calls | elements | mismatches | norm roundings | scale edges |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| output | calls | elements | mismatches | norm roundings | scale edges | division edges |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for output, tally in run.get("shadow", {}).items():
-        counts = [tally.get(name, 0) for name in ("calls", "elements", "mismatches", "norm_flips", "scale_edges")]
+        kinds = ("calls", "elements", "mismatches", "norm_flips", "scale_edges", "division_edges")
+        counts = [tally.get(kind, 0) for kind in kinds]
         lines.append(f"| {output} | {' | '.join(f'{count:,}' for count in counts)} |")
     firsts = [f"{output}: {t['first']}" for output, t in run.get("shadow", {}).items() if t["first"]]
     return "\n".join([*lines, *([""] if firsts else []), *firsts])

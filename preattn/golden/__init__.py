@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import files
 from ..cases.base import Call, as_bytes
+from ..differences import NORM_FLIPS, neighbours
 from . import dsa, v4
 from .memory import Recorded
 
@@ -42,24 +43,6 @@ MANIFEST_BYTES = 1 << 20
 """Most bytes of a manifest."""
 FILE_BYTES = 1 << 30
 """Most bytes of all arrays of a file, uncompressed."""
-
-NORM_FLIPS = 2.0**-11
-"""Largest share of a norm's outputs that may be one bf16 ulp off, because the recorder summed in another order.
-
-With u = 2**-24, the relative error of one float32 rounding: all terms of a sum of squares are positive, so
-nothing cancels, and the sum is off by at most one u for each addition on a term's longest path and one for
-the square. Ours is a tree (at most 11 levels for 2048 terms: 12 u); the recorder added up to 16 terms in a
-lane, then across lanes and warps (24 u). Mean and epsilon add 2 u to each; the root halves the 40 u between
-the two to 20. Roots and reciprocals: 2 u for ours, correctly rounded; 3 u for an approximate one. The
-products with x and with a weight: 2 u each side, 4 in all. Together below 32 u = 2**-19.
-
-One value's bf16 roundings differ where a rounding boundary lies between its two float32 values. These are at
-most 2 * 2**-19 * 2**e apart in a binade whose bf16 values are 2**-7 * 2**e apart: never across two boundaries,
-and across one in at most 2**-18 / 2**-7 = 2**-11 of all values. The recorded cases show one in 10**5.
-
-RoPE keeps this: the common factor passes through a rotation, and what is left, a few u of the pair's length,
-moves a result by more than an ulp only where it is shorter than 2**-14 of its pair.
-"""
 
 _DTYPES = tuple(np.dtype(name) for name in ("uint8", "uint16", "int32", "int64", "float32"))
 _UNFITTING = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
@@ -83,7 +66,8 @@ class Comparison:
     Attributes:
         bytes: bytes compared.
         differing: bytes that differ; all of an output whose SHA-256 does.
-        flips: elements of norm outputs one bf16 ulp off, where :data:`NORM_FLIPS` allows them; not in ``differing``.
+        flips: elements of norm outputs one bf16 ulp off, where :data:`~preattn.differences.NORM_FLIPS` allows them;
+            not in ``differing``.
         norm_elements: elements that may flip.
         first: where the first difference is, and what it is.
     """
@@ -189,7 +173,7 @@ def compare(
         wrong = got != flat
         if name in norms and want.dtype == torch.bfloat16:
             norm_elements += want.numel()
-            flipped = _one_ulp(got.view(torch.int16), flat.view(torch.int16))
+            flipped = neighbours(got.view(torch.bfloat16), flat.view(torch.bfloat16))
             allowed = int(flipped.sum())
             if allowed <= math.ceil(NORM_FLIPS * want.numel()):
                 flips += allowed
@@ -199,13 +183,6 @@ def compare(
             differing += int(wrong.sum())
             first = first or f"{name}[{at}], expected 0x{int(flat[at]):02x}, got 0x{int(got[at]):02x}"
     return Comparison(count, differing, flips, norm_elements, first)
-
-
-def _one_ulp(a: Tensor, b: Tensor) -> Tensor:
-    """Where two bf16 numbers, as int16, are neighbours."""
-    rank = [torch.where(bits < 0, -(bits.int() & 0x7FFF), bits.int()) for bits in (a, b)]
-    finite = (a & 0x7F80 != 0x7F80) & (b & 0x7F80 != 0x7F80)
-    return finite & ((rank[0] - rank[1]).abs() == 1)
 
 
 # -- files ---------------------------------------------------------------------------------------------------

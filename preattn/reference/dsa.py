@@ -114,6 +114,20 @@ def _write(x: Tensor, scale: Tensor | None, out: Tensor) -> None:
         out.copy_(formats.to_bf16(x))
 
 
+def query_quotient(
+    q_pe: Tensor,
+    latent: Tensor,
+    positions: Tensor,
+    rope_table: Tensor | None,
+    query_scale: Tensor,
+    *,
+    rope_output: Pairing = "interleaved",
+) -> Tensor:
+    """What :func:`query` rounds to e4m3, [T, H, 512 + 64]: the quotients by ``query_scale``, exact, float64."""
+    x = torch.cat([latent.float(), rotated(q_pe, positions, rope_table, rope_output)], -1)
+    return x.double() / query_scale.double()
+
+
 def absorb_query(q_nope: Tensor, w_uk: Tensor, query_scale: Tensor, out: Tensor) -> None:
     """e4m3 of ``bf16(q_nope @ w_uk) / scale`` into the front of ``out``; see :func:`preattn.dsa.absorb_query`."""
     latent = torch.bmm(q_nope.transpose(0, 1).float(), w_uk.float()).transpose(0, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import dsa, formats
+from ...reference import dsa as reference
 from . import report, shadow
 from .layers import RECORDS, engine, in_buffer, layer_name, query_buffer, thread
 
@@ -271,11 +273,19 @@ def _shadow_query(call: dict[str, Any], ours: tuple[Tensor | None, Tensor | None
     if index_query is not None and index_weights is not None:
         shadow.compare_index_query("fused_q", layer, (index_query, index_weights), theirs[:2])
     if main is not None:
-        shadow.compare("fused_q", "main query", layer, main, theirs[2])
+        quotient = functools.partial(_quotient, call) if call["quantize_mqa"] else None
+        shadow.compare("fused_q", "main query", layer, main, theirs[2], quotient=quotient)
     buffer = in_buffer(call["ql_nope"], thread.layer)
     if buffer is not None and buffer.shape[1] > (heads := call["q_pe"].shape[1]):
         tail = buffer[:, heads:]
         shadow.compare("fused_q", "padding heads", layer, tail, torch.zeros_like(tail))
+
+
+def _quotient(call: dict[str, Any], tokens: Tensor) -> Tensor:
+    """What the e4m3 main queries of some tokens are rounded from."""
+    q_pe, latent, positions = call["q_pe"][tokens], call["ql_nope"][tokens], call["positions"][tokens]
+    table, scale = call["q_pe_cos_sin_cache"], call["q_scale"]
+    return reference.query_quotient(q_pe.cpu(), latent.cpu(), positions.cpu(), table.cpu(), scale.cpu())
 
 
 def note(op: str, reason: str) -> None:

@@ -3,21 +3,24 @@
 ``PREATTN_SHADOW=1`` is for convincing oneself, not for serving: it waits for the GPU several times a call, copies
 the pages that a step writes, and cannot work inside a CUDA graph, where it raises.
 
-Bytes have to be equal. Two things may differ, are counted apart and have a bound:
+Bytes have to be equal. Three things may differ, and are counted apart:
 
 - *Norm roundings.* The engine adds up a norm's mean square in another order, so that a value on a rounding boundary
   may fall to its other side, one bf16 value or one stored code away: :func:`most_norm_flips`.
 - *Scale edges.* The engine takes the scale of an indexer query from a float32 logarithm, which is an integer too
   early just above a power of two; its scale is half of the exact one there, and the row saturates:
   :func:`most_scale_edges`.
+- *Division edges.* The engine divides an e4m3 query by its scale with an approximate instruction. Each such code is
+  held against the exact quotient: :func:`~preattn.differences.division_edges`.
 
-A bound holds for the running total of an output, and a total that is past it makes its call a mismatch.
+The bound of the first two holds for the running total of an output, and a total that is past it makes its call a
+mismatch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -26,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ... import formats
+from ...differences import NORM_FLIPS, division_edges, neighbours
 from ...formats import Record
-from ...golden import NORM_FLIPS
 from . import report
 
 POISON = 0xA5
@@ -51,10 +54,11 @@ class Tally:
 
     Attributes:
         calls: comparisons made.
-        mismatches: comparisons that found a difference that is neither of the two below, or too many of those.
+        mismatches: comparisons that found a difference that is none of the three below, or too many of those.
         elements: elements compared.
         norm_flips: elements that a norm's order of addition put on the other side of a rounding boundary.
         scale_edges: rows whose scale the engine takes to be half of the exact one.
+        division_edges: codes that an approximate division puts beside the one of the exact quotient.
         first: the first mismatch: layer, element, both values.
     """
 
@@ -63,6 +67,7 @@ class Tally:
     elements: int = 0
     norm_flips: int = 0
     scale_edges: int = 0
+    division_edges: int = 0
     first: str | None = None
 
 
@@ -110,6 +115,8 @@ def lines() -> Iterator[tuple[str, bool]]:
             )
         if tally.scale_edges:
             line += f"; scale edges: {tally.scale_edges} rows, the engine's scale half of the exact one"
+        if tally.division_edges:
+            line += f"; division edges: {tally.division_edges} codes, beside that of the exact quotient"
         if tally.first:
             line += f"; the first: {tally.first}"
         yield line, tally.mismatches == 0
@@ -121,8 +128,8 @@ def lines() -> Iterator[tuple[str, bool]]:
 def most_norm_flips(elements: int, width: int) -> int:
     """The norm roundings that may come up in so many elements of rows of ``width``.
 
-    A share of :data:`preattn.golden.NORM_FLIPS`, and one row. Two norms of a row differ in one factor, and values with
-    equal mantissas (and weights) are at the same distance from a boundary: they flip together. A bf16 row has 128
+    A share of :data:`~preattn.differences.NORM_FLIPS`, and one row. Two norms of a row differ in one factor, and values
+    with equal mantissas (and weights) are at the same distance from a boundary: they flip together. A bf16 row has 128
     mantissas; where one flips it is 12 of 1,536 elements, and all of a row whose values have one magnitude. Rows that
     flip are rare, so that the share holds of many rows and not of the few rows of a call.
     """
@@ -146,6 +153,7 @@ def compare(
     *,
     norm: bool = False,
     edges: Tensor | None = None,
+    quotient: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Compare two tensors byte for byte.
 
@@ -157,6 +165,7 @@ def compare(
         engines: what the engine's wrote.
         norm: bf16 or e4m3 values one step apart are norm roundings.
         edges: the scale edges among the rows, of the shape of ``ours`` or without its last dim.
+        quotient: what the e4m3 codes of some tokens are rounded from, exactly: their indices to float64 on the CPU.
     """
     tally = _tally(op, output, ours.numel())
     if ours.shape != engines.shape or ours.dtype != engines.dtype:
@@ -168,7 +177,7 @@ def compare(
         return
     wrong, past = (a != b).any(-1), ""
     if norm:
-        flipped = wrong & _one_step(ours, engines)
+        flipped = wrong & neighbours(ours, engines)
         wrong, past = _settle(tally, wrong, flipped, int(flipped.sum()), ours.shape[-1])
     if edges is not None:
         tally.scale_edges += int(edges.sum())
@@ -177,6 +186,11 @@ def compare(
             wrong &= ~(edges if edges.dim() == wrong.dim() else edges[..., None])
         else:
             past = f"; {tally.scale_edges} scale edges so far, and at most {most} may be"
+    if quotient is not None:
+        rows = wrong.flatten(1).any(-1).nonzero().flatten()
+        beside = division_edges(ours[rows].cpu(), engines[rows].cpu(), quotient(rows)).to(wrong.device)
+        tally.division_edges += int((wrong[rows] & beside).sum())
+        wrong[rows] &= ~beside
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         values = f"ours {ours[at].float().item():.9g}, the engine's {engines[at].float().item():.9g}"
@@ -287,16 +301,6 @@ def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _one_step(a: Tensor, b: Tensor) -> Tensor:
-    """Where two bf16 (or e4m3) tensors hold neighbouring finite values."""
-    bits, sign = (torch.int8, 0x7F) if a.dtype.itemsize == 1 else (torch.int16, 0x7FFF)
-    ranks = []
-    for x in (a, b):
-        code = x.contiguous().view(bits).int()
-        ranks.append(torch.where(code < 0, -(code & sign), code))
-    return a.float().isfinite() & b.float().isfinite() & ((ranks[0] - ranks[1]).abs() == 1)
-
-
 def _explained(record: Record, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
     """Bytes of two sets of records that a norm's order of addition may have made differ, and how many flips they are.
 
@@ -309,7 +313,7 @@ def _explained(record: Record, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
     body = slice(part.offset, part.offset + part.bytes)
     if part.element == "bf16":
         x, y = (rows[:, body].contiguous().view(torch.bfloat16) for rows in (a, b))
-        flipped = _one_step(x, y)
+        flipped = neighbours(x, y)
         if len(record.parts) == 1:
             flipped[:, 512:] = False  # a DSA row's RoPE dims
         explained[:, body] = flipped.repeat_interleave(2, -1)
