@@ -66,7 +66,7 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "v4.json", **hea
 
 
 def filled(folder: Path) -> str:
-    return report.fill(README, read_all(folder), [TABLE], {})
+    return report.fill([README], read_all(folder), [TABLE], {})[0]
 
 
 def test_a_table(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_table(tmp_path: Path) -> None:
 def test_filling_twice_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path, [row("one", 1024, 25.0)])
     once = filled(tmp_path)
-    assert report.fill(once, read_all(tmp_path), [TABLE], {}) == once
+    assert report.fill([once], read_all(tmp_path), [TABLE], {}) == [once]
 
 
 def test_columns_and_lines_without_numbers_are_left_out(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_every_device_has_its_table(tmp_path: Path) -> None:
 )
 def test_markers_that_do_not_fit(text: str, got: str) -> None:
     with pytest.raises(ValueError, match=f"^markers: expected results:example, runs; got {got}$"):
-        report.fill(text, {}, [TABLE], {})
+        report.fill([text], {}, [TABLE], {})
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (line, *_), (_, cell) = TABLES[0].lines, TABLES[0].columns[2]
     assert isinstance(cell, Time)
     write(results, [row(cell.source.arm, line["tokens"], 16.7, case=cell.source.case.format(**line))])
-    arguments = ["--results", str(results), "--readme", str(readme)]
+    arguments = ["--results", str(results), "--documents", str(readme)]
     assert report.main([*arguments, "--check"]) == 1
     assert "run python -m preattn.bench.report" in capsys.readouterr().out
     assert readme.read_text() == empty

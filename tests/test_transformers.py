@@ -9,11 +9,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import logging
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -31,6 +33,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 from preattn import dispatch
 from preattn.bench import timing
 from preattn.bench import transformers as bench
+from preattn.bench.results import read_transformers
 from preattn.bench.run import CheckFailed
 from preattn.integrations import transformers as integration
 
@@ -643,7 +646,7 @@ def test_the_compiler_sees_our_op() -> None:
 
 
 @pytest.mark.parametrize("index", range(len(bench.MODELS)))
-def test_the_bench_compares_before_it_times(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_compares_before_it_times(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with small layers and no clock."""
     model = bench.MODELS[index]
     small = {"hidden_size": 32, "num_attention_heads": 4, "q_lora_rank": 24, "index_n_heads": 2, "vocab_size": 4096}
@@ -657,7 +660,10 @@ def test_the_bench_compares_before_it_times(index: int, monkeypatch: pytest.Monk
         rows = bench.measure(model, (7,), device="cpu")
         exact = [row for row in rows if not model.head_norm or "query" in row["what"]]
         assert exact and {row["difference"] for row in exact} == {0.0}
-        assert len(bench.table(rows).splitlines()) == len(rows) + 1
+        path = tmp_path / "transformers.json"
+        path.write_text(json.dumps({"header": {}, "rows": rows}))
+        lines = bench.table(read_transformers(path).rows).splitlines()
+        assert len(lines) == len(rows) + 2 and lines[-1].endswith("; greedy tokens equal |")
         monkeypatch.setattr(integration, "patched", lambda head_norm: contextlib.nullcontext(integration.Patches()))
         with pytest.raises(CheckFailed, match="not patched"):
             bench.measure(model, (7,), device="cpu")

@@ -121,7 +121,8 @@ def a_run(arm: str, ms: float, *, turn: int = 1) -> dict[str, Any]:
 
 
 def a_shadow() -> dict[str, Any]:
-    tally = {"calls": 9, "mismatches": 1, "elements": 4096, "norm_flips": 2, "scale_edges": 3, "first": "layer 3"}
+    tally = {"calls": 9, "mismatches": 1, "elements": 4096, "norm_flips": 2, "scale_edges": 3, "division_edges": 4}
+    tally["first"] = "layer 3"
     return {**a_run("shadow", 1), "steps": 1000, "shadow": {"fused_q.main query": tally}}
 
 
@@ -148,7 +149,7 @@ def test_the_document_gives_its_tables(tmp_path: Path, capsys: pytest.CaptureFix
         "| `attention` | 20.00 | 20.00 |",
         "| `_stock_kernel` | 5.90 |  |",
         "**glm-5, shadow mode**, 1,000 engine steps",
-        "| fused_q.main query | 9 | 4,096 | 1 | 2 | 3 |",
+        "| fused_q.main query | 9 | 4,096 | 1 | 2 | 3 | 4 |",
         "fused_q.main query: layer 3",
         "GPU; driver 1, torch 2, triton 3, vllm 4, commit abc",
     ):
@@ -161,13 +162,15 @@ def test_the_overview_has_a_line_for_what_both_arms_served() -> None:
     unfinished = {**a_run("plugin", 1.0), "graphs": True, "complete": False}
     lines = engine.overview([*runs, unfinished]).splitlines()
     assert lines[2:] == [
-        "| glm-5 | eager | 60.00 | 45.00 | 0.750 | 0.746 | 6.00 | 4.50 | 0.750 |",
+        "| glm-5 | eager | 60.00 | 45.00 | 0.750 | 0.746 | 6.00 | 4.50 |",
         "",
         "Milliseconds, processes of each arm: 1; GPU, vLLM 4, preattn abc.",
     ]
     for run in runs[:2]:
         del run["profile_prefill"]
     assert "| 0.750 | – | 6.00 |" in engine.overview(runs)
+    other = {**runs[0], "tpot": {"ms": 7.0, "least": 5.5, "most": 9.0}}
+    assert "| 6.50 (5.50 to 9.00) | 4.50 |" in engine.overview([other, *runs])
 
 
 def test_runs_are_added_to_a_document_and_replace_those_of_their_name(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The tables of the README, made from ``results/<device>/*.json``: no number there is typed by hand.
+"""The tables of the README and the documents, made from ``results``: no number in them is typed by hand.
 
 ``python -m preattn.bench.report`` writes them between ``<!-- results:NAME -->`` and ``<!-- /results -->``; with
-``--check`` it writes nothing, and fails where the README is not what the data gives. A table takes all its numbers
+``--check`` it writes nothing, and fails where they are not what the data gives. A table takes all its numbers
 from one file, the newest that has any of them, so that every ratio is of one run.
 """
 
@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from .. import policy
 from ..geometry import geometry
-from . import engine
-from .results import Clock, Header, Results, Row, read_all, read_parallel
+from . import engine, transformers
+from .results import Clock, Header, Results, Row, read_all, read_parallel, read_transformers
 
 NOTHING = "*Not measured yet.*"
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "engine.md", ROOT / "docs" / "integrations.md")
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -399,6 +400,26 @@ def render_engine(path: Path = ENGINE) -> str:
     return engine.overview(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
 
 
+def render_engine_tables(path: Path = ENGINE) -> str:
+    """All that ``bench.engine`` measured: times, where the GPU's went, shadow mode."""
+    return engine.report(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
+
+
+TRANSFORMERS = ROOT / "results" / "transformers.json"
+
+
+def render_transformers(path: Path = TRANSFORMERS) -> str:
+    """Hugging Face's layers with and without the patch, as ``bench.transformers`` measured them."""
+    if not path.exists():
+        return NOTHING
+    found = read_transformers(path)
+    head = found.header
+    versions = (head[name] for name in ("device", "driver", "torch", "triton", "transformers"))
+    where = "{}, driver {}, torch {}, Triton {}, transformers {}".format(*versions)
+    caption = f"Median microseconds, the library's → ours; {where}, preattn {head['commit'][:10]}, {head['date']}."
+    return f"{transformers.table(found.rows)}\n\n{caption}"
+
+
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -406,49 +427,53 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "bytes": render_bytes,
     "tensor_parallel": render_tensor_parallel,
     "engine": render_engine,
+    "engine_tables": render_engine_tables,
+    "transformers": render_transformers,
 }
-"""What is not a table of arms: drawn of the plans, or of runs of several GPUs and of an engine."""
+"""What is not a table of arms: drawn of the plans, or of runs of several GPUs and of engines."""
 
 
 def fill(
-    text: str,
+    texts: Sequence[str],
     devices: Mapping[str, Sequence[Results]],
     tables: Sequence[Table] = TABLES,
     pictures: Mapping[str, Callable[[], str]] = PICTURES,
-) -> str:
-    """The text with every marked place filled: the tables', the pictures' and ``runs``.
+) -> list[str]:
+    """The texts with every marked place filled: the tables', the pictures' and ``runs``.
 
     Raises:
-        ValueError: a marker names no table, or a table has no marker.
+        ValueError: a marker names no table, or a table has not one marker in all texts together.
     """
     known = {table.name: render(table, devices) for table in tables} | {"runs": render_runs(devices)}
     known |= {name: draw() for name, draw in pictures.items()}
-    found = [match["name"] for match in _MARKED.finditer(text)]
+    found = [match["name"] for text in texts for match in _MARKED.finditer(text)]
     if sorted(found) != sorted(known):
         raise ValueError(
             f"markers: expected results:{', '.join(sorted(known))}; got {', '.join(sorted(found)) or 'none'}"
         )
-    return _MARKED.sub(lambda match: f"{match[1]}{known[match['name']]}\n{match[3]}", text)
+    return [_MARKED.sub(lambda match: f"{match[1]}{known[match['name']]}\n{match[3]}", text) for text in texts]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m preattn.bench.report", description="Fill the README's tables.")
+    parser = argparse.ArgumentParser(prog="python -m preattn.bench.report", description="Fill the documents' tables.")
     parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="FOLDER")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument("--documents", type=Path, nargs="+", default=DOCUMENTS, metavar="FILE")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the tables are out of date")
     options = parser.parse_args(arguments)
     try:
-        text = options.readme.read_text()
-        filled = fill(text, read_all(options.results))
+        texts = [path.read_text() for path in options.documents]
+        filled = fill(texts, read_all(options.results))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    stale = [path for path, old, new in zip(options.documents, texts, filled, strict=True) if old != new]
     if options.check:
-        if filled != text:
-            print(f"{options.readme}: not what {options.results} gives: run python -m preattn.bench.report")
-        return int(filled != text)
-    options.readme.write_text(filled)
+        for path in stale:
+            print(f"{path}: not what {options.results} gives: run python -m preattn.bench.report")
+        return int(bool(stale))
+    for path, text in zip(options.documents, filled, strict=True):
+        path.write_text(text)
     return 0
 
 

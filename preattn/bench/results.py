@@ -134,6 +134,38 @@ class Parallel(files.Schema, frozen=True):
     results: tuple[Step, ...]
 
 
+class Replaced(files.Schema, frozen=True):
+    """A call of transformers' and ours on the same input.
+
+    ``difference`` and ``rerun`` are the largest of their results and of the library's own two, of the largest
+    magnitude; ``us`` are microseconds by arm, none where nothing was timed; ``tokens_equal``: greedy decoding's.
+    """
+
+    model: str
+    what: str
+    tokens: files.Count
+    difference: files.NotNegative
+    rerun: files.NotNegative
+    us: dict[str, files.Positive]
+    tokens_equal: bool | None = None
+
+
+class Transformers(files.Schema, frozen=True):
+    """A run of ``bench.transformers``."""
+
+    header: dict[str, Any]
+    rows: tuple[Replaced, ...]
+
+
+def read_transformers(path: Path) -> Transformers:
+    """Read and check what ``bench.transformers`` wrote.
+
+    Raises:
+        ValueError: it is not JSON, or not in the schema of :class:`Transformers`.
+    """
+    return files.read(path, Transformers, most=FILE_BYTES)
+
+
 def read_parallel(path: Path) -> Parallel:
     """Read and check what ``bench.tensor_parallel`` wrote.
 

@@ -13,7 +13,7 @@ import argparse
 import importlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..integrations import transformers as integration
 from . import run, timing
+from .results import Replaced, read_transformers
 
 REPEATS = 20
 PROMPT, NEW_TOKENS = 300, 32
@@ -71,10 +72,11 @@ def build(model: Model, device: str) -> Any:
     transformers = importlib.import_module("transformers")
     config = getattr(transformers, model.config)(**model.options)
     torch.manual_seed(0)
-    built = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=model.attention
-    )
-    return built.eval().to(device)
+    with torch.device(device):  # the weights of one layer are some hundred million normal values
+        built = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=model.attention
+        )
+    return built.eval()
 
 
 def layer_call(built: Any, model: Model, tokens: int) -> Callable[[], Tensor]:
@@ -213,16 +215,27 @@ def measure(model: Model, tokens: tuple[int, ...], device: str = "cuda") -> list
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text."""
-    lines = [f"{'model':30}{'what':22}{'tokens':>7}{'transformers us':>17}{'preattn us':>12}{'ratio':>7}  difference"]
-    for row in rows:
-        us = row["us"]
-        times = f"{us['transformers']:17.1f}{us['preattn']:12.1f}" if us else " " * 29
-        ratio = f"{us['transformers'] / us['preattn']:7.2f}" if us else " " * 7
-        extra = "" if "tokens_equal" not in row else f", greedy tokens {'equal' if row['tokens_equal'] else 'differ'}"
-        extra += f", rerun {row['rerun']:g}" if row["rerun"] else ""
-        lines.append(f"{row['model']:30}{row['what']:22}{row['tokens']:7}{times}{ratio}  {row['difference']:g}{extra}")
+def table(rows: Sequence[Replaced]) -> str:
+    """A line for each model and what was replaced in it, or run whole, in Markdown: microseconds, the library's first.
+
+    The last column is the largest difference over all sizes; in parentheses the library's own from run to run.
+    """
+    counts = sorted({row.tokens for row in rows if row.us})
+    lines = [
+        "| model | what | " + " | ".join(f"{count:,} token{'s' if count > 1 else ''}" for count in counts),
+        "|---|---|" + "---:|" * len(counts),
+    ]
+    lines = [f"{lines[0]} | difference |", f"{lines[1]}---|"]
+    for model, what in dict.fromkeys((row.model, row.what) for row in rows):
+        mine = [row for row in rows if (row.model, row.what) == (model, what)]
+        times = {row.tokens: f"{row.us['transformers']:,.1f} → {row.us['preattn']:,.1f}" for row in mine if row.us}
+        off, rerun = max(row.difference for row in mine), max(row.rerun for row in mine)
+        said = f"{off:.2g}" if off else "none"
+        said += f" ({rerun:.2g})" if rerun else ""
+        for row in mine:
+            if row.tokens_equal is not None:
+                said += f"; greedy tokens {'equal' if row.tokens_equal else 'differ'}"
+        lines.append(f"| {model} | {what} | {' | '.join(times.get(count, '–') for count in counts)} | {said} |")
     return "\n".join(lines)
 
 
@@ -242,7 +255,7 @@ def main() -> None:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
                 torch.cuda.empty_cache()
-    print(table(rows))
+    print(table(read_transformers(options.output).rows))
 
 
 if __name__ == "__main__":
