@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import types
 from importlib.metadata import distributions
 from pathlib import Path
@@ -110,6 +111,14 @@ def a_run(arm: str, ms: float, *, turn: int = 1) -> dict[str, Any]:
         "tpot": {"sequences": 64, "ms": ms / 10, "least": ms / 10, "most": ms / 10},
         "host": {"python_ms": 9.0, "launches_ms": 4.0},
         "prologue": {"prefill_ms": ms / 100, "decode_calls": 0},
+        "decode": {"p10": ms / 20, "ms": ms / 10, "p90": ms / 5, "cpu_ms": ms / 30},
+        "profile_host": {
+            "host_ms": ms,
+            "functions": [
+                {"function": "vllm/a.py:schedule", "calls": 9, "ms": ms / 2},
+                {"function": "vllm/a.py:seldom", "calls": 1, "ms": ms / 200},
+            ],
+        },
         "profile_prefill": {"gpu_ms": ms - 1, "kernels": kernels},
         "served": watched,
         "first_requests": {**watched, "compilations": {"a": 2}},
@@ -148,13 +157,16 @@ def test_the_document_gives_its_tables(tmp_path: Path, capsys: pytest.CaptureFix
         "| glm-5/plugin/eager | | 2 of 2 greedy answers equal, first log-probabilities at most 0.014 apart | |",
         "| `attention` | 20.00 | 20.00 |",
         "| `_stock_kernel` | 5.90 |  |",
+        "| host ms, short prompts and 32 decode steps, profiled | stock | preattn |",
+        "| `vllm/a.py:schedule` | 29.50 | 22.50 |",
+        "| an engine step of these, 10 to 90% of them | 5.95 (2.95 to 12.00) | 4.50 (2.25 to 9.00) | 0.756 |",
         "**glm-5, shadow mode**, 1,000 engine steps",
         "| fused_q.main query | 9 | 4,096 | 1 | 2 | 3 | 4 |",
         "fused_q.main query: layer 3",
         "GPU; driver 1, torch 2, triton 3, vllm 4, commit abc",
     ):
         assert line in lines, line
-    assert not any("tiny" in line for line in lines)
+    assert not any("tiny" in line or "seldom" in line for line in lines)
 
 
 def test_the_overview_has_a_line_for_what_both_arms_served() -> None:
@@ -219,6 +231,31 @@ def test_the_prologues_calls_are_counted_and_put_back(monkeypatch: pytest.Monkey
         engine_arm.prologue_calls(lambda: module.fused_q(1, fails=True))
     assert module.fused_q is fused_q and module.fused_norm_rope is fused_q
     assert engine_arm.prologue_calls(lambda: None) == {"calls": 0, "ms": 0.0}
+
+
+def test_engine_steps_are_timed_one_by_one_and_the_step_put_back() -> None:
+    engine = types.SimpleNamespace(step=lambda: time.sleep(0.002))
+    step = engine.step
+    runs = [engine_arm.step_times(engine, lambda: [engine.step() for _ in range(9)]) for _ in range(2)]
+    assert [len(run) for run in runs] == [9, 9] and engine.step is step
+    with pytest.raises(ZeroDivisionError):
+        engine_arm.step_times(engine, lambda: 1 // 0)
+    assert engine.step is step
+    found = engine_arm.decode_steps(runs)
+    assert 2 <= found["p10"] <= found["ms"] <= found["p90"] and found["cpu_ms"] < 1, "asleep, it has no processor"
+    ends = [(100.0, 1.0)] * 2
+    assert engine_arm.decode_steps([[*ends, (1.0, 0.5), (2.0, 0.5), (3.0, 0.5), *ends]])["ms"] == 2.0
+
+
+def _spin() -> int:
+    return sum(value & 3 for value in range(50_000))
+
+
+def test_a_profile_of_the_host_names_who_spends_the_time() -> None:
+    found = engine_arm.function_times(lambda: [_spin() for _ in range(4)])
+    first = found["functions"][0]
+    assert first["function"] == "test_vllm_bench.py:_spin.<locals>.<genexpr>" and first["calls"] > 4
+    assert found["host_ms"] >= first["ms"] > found["host_ms"] / 2
 
 
 def test_a_result_is_on_disk_after_every_step(tmp_path: Path) -> None:

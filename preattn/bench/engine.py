@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,6 @@ from typing import Any
 from .engine_arm import MODELS, SEQUENCES, Spec
 
 ARMS = ("stock", "plugin", "shadow")
-WORTH_SHOWING = 0.005
-"""A kernel's share of the GPU time from which on a table shows it."""
-
 Run = dict[str, Any]
 
 
@@ -193,7 +190,7 @@ def compact(run: Run, stock: Run | None = None) -> Run:
     short["ttft"] = {tokens: _rounded(times) for tokens, times in run.get("ttft", {}).items()}
     if "tpot" in run:
         short["tpot"] = _rounded(run["tpot"])
-    for part in ("profile_prefill", "profile_decode", "prologue"):
+    for part in ("profile_prefill", "profile_decode", "profile_host", "prologue", "decode"):
         if part in run:
             short[part] = run[part]
     short["compilations"] = {
@@ -244,7 +241,7 @@ def report(runs: list[Run]) -> str:
             }
             if any(arms.values()):
                 title = f"**{model}, {'CUDA graphs' if graphs else 'eager'}**, {_rounds(arms)}"
-                parts += [f"{title}\n\n{_times(arms)}", *_kernels(arms)]
+                parts += [f"{title}\n\n{_times(arms)}", *_profiles(arms)]
         parts += [_shadow(run) for run in runs if run["model"] == model and run["arm"] == "shadow"]
     parts.append("\n".join(dict.fromkeys(_where(run["environment"]) for run in runs if "environment" in run)))
     parts += [f"{run['name']} failed: {run['failure'].splitlines()[0]}" for run in runs if "failure" in run]
@@ -314,6 +311,8 @@ def _times(arms: dict[str, list[Run]]) -> str:
     ]
     rows += [
         (f"TPOT, {SEQUENCES} sequences", lambda run: run.get("tpot")),
+        ("an engine step of these, 10 to 90% of them", lambda run: _step(run)),
+        ("the thread's share of a processor in it", lambda run: _alone(run, "decode", "cpu_ms")),
         ("GPU time, longest prompt", lambda run: _alone(run, "profile_prefill", "gpu_ms")),
         ("GPU time, decode step", lambda run: _alone(run, "profile_decode", "step_ms")),
         ("host within the prologue's calls, 1,024 tokens", lambda run: _alone(run, "prologue", "prefill_ms")),
@@ -352,6 +351,11 @@ def _alone(run: Run, part: str, name: str) -> dict[str, float] | None:
     return None if value is None else {"ms": value}
 
 
+def _step(run: Run) -> dict[str, float] | None:
+    found = run.get("decode")
+    return None if found is None else {"ms": found["ms"], "least": found["p10"], "most": found["p90"]}
+
+
 def _spread(times: list[dict[str, float]]) -> str:
     if not times:
         return "not run"
@@ -365,24 +369,43 @@ def _counts(values: Iterable[int | None]) -> str:
     return " to ".join(dict.fromkeys([str(known[0]), str(known[-1])])) if known else "not run"
 
 
-def _kernels(arms: dict[str, list[Run]]) -> Iterator[str]:
-    """Where the GPU's time goes, of the first process of each arm that was profiled."""
-    for part, what in (("profile_prefill", "longest prompt"), ("profile_decode", "short prompts and 8 decode steps")):
-        found = {arm: next((run[part] for run in runs if part in run), None) for arm, runs in arms.items()}
+@dataclass(frozen=True)
+class _Profile:
+    """A profile's table: the part of a run that it shows, and the least share of the total that a row has to have."""
+
+    part: str
+    title: str
+    rows: str = "kernels"
+    total: str = "gpu_ms"
+    least: float = 0.005
+
+    def name(self, row: dict[str, Any]) -> str:
+        return _kernel(row["kernel"]) if self.rows == "kernels" else str(row["function"])
+
+
+_PROFILES = (
+    _Profile("profile_prefill", "GPU ms, longest prompt"),
+    _Profile("profile_decode", "GPU ms, short prompts and 8 decode steps"),
+    _Profile("profile_host", "host ms, short prompts and 32 decode steps, profiled", "functions", "host_ms", 0.01),
+)
+
+
+def _profiles(arms: dict[str, list[Run]]) -> Iterator[str]:
+    """Where the GPU's time goes, and the host's, of the first process of each arm that was profiled."""
+    for kind in _PROFILES:
+        found = {arm: next((run[kind.part] for run in runs if kind.part in run), None) for arm, runs in arms.items()}
         if None in found.values():
             continue
         times: dict[str, dict[str, float]] = {}
         for arm, profile in found.items():
             assert profile is not None
-            for row in profile["kernels"]:
-                mine = times.setdefault(_kernel(row["kernel"]), dict.fromkeys(arms, 0.0))
-                mine[arm] += row["ms"]
-        lines = [f"| GPU ms, {what} | stock | preattn |", "|---|---:|---:|"]
-        shown = WORTH_SHOWING * max(profile["gpu_ms"] for profile in found.values() if profile is not None)
-        for kernel, mine in sorted(times.items(), key=lambda item: -max(item[1].values())):
-            if max(mine.values()) < shown:
-                continue
-            lines.append(f"| `{kernel}` | {' | '.join(f'{ms:.2f}' if ms else '' for ms in mine.values())} |")
+            for row in profile[kind.rows]:
+                times.setdefault(kind.name(row), dict.fromkeys(arms, 0.0))[arm] += row["ms"]
+        lines = [f"| {kind.title} | stock | preattn |", "|---|---:|---:|"]
+        shown = kind.least * max(profile[kind.total] for profile in found.values() if profile is not None)
+        for name, mine in sorted(times.items(), key=lambda item: -max(item[1].values())):
+            if max(mine.values()) >= shown:
+                lines.append(f"| `{name}` | {' | '.join(f'{ms:.2f}' if ms else '' for ms in mine.values())} |")
         yield "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ Driven by :mod:`preattn.bench.engine`, and by :mod:`preattn.bench.document` for 
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import importlib.util
 import json
@@ -28,7 +29,8 @@ ANSWERED = (17, 300, 1500, 2600, 3500)
 """Prompt lengths whose answers are kept; the last two are longer than the indexer's top-k."""
 SEQUENCES = 64
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-KERNELS = 25
+KERNELS, FUNCTIONS = 25, 60
+"""Rows of a profile that are kept."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 4096,
@@ -332,6 +334,50 @@ def prologue_calls(run: Callable[[], Any]) -> dict[str, float]:
     return found
 
 
+def step_times(engine: Any, run: Callable[[], Any]) -> list[tuple[float, float]]:
+    """Milliseconds of each engine step of a run, and what the calling thread had of a processor meanwhile."""
+    found, step = [], engine.step
+
+    def timed() -> Any:
+        start, used = time.perf_counter(), time.thread_time()
+        outputs = step()
+        found.append(((time.perf_counter() - start) * 1e3, (time.thread_time() - used) * 1e3))
+        return outputs
+
+    engine.step = timed
+    try:
+        run()
+    finally:
+        engine.step = step
+    return found
+
+
+def decode_steps(runs: list[list[tuple[float, float]]]) -> dict[str, float]:
+    """Of the engine steps of some runs, those that only decode: medians and the spread.
+
+    The first two may hold the prompts, and the last two no whole batch.
+    """
+    steps = [step for run in runs for step in run[2:-2]]
+    wall = statistics.quantiles([wall for wall, _ in steps], n=10, method="inclusive")
+    cpu = statistics.median([cpu for _, cpu in steps])
+    return {
+        name: round(value, 4) for name, value in zip(("p10", "ms", "p90", "cpu_ms"), (*wall[::4], cpu), strict=True)
+    }
+
+
+def function_times(run: Callable[[], Any]) -> dict[str, Any]:
+    """Milliseconds that a run spends in Python functions, each without those it calls; the profiler slows them."""
+    profile = cProfile.Profile()
+    profile.runcall(run)
+    rows: list[dict[str, Any]] = []
+    for entry in profile.getstats():
+        code = entry.code
+        name = code if isinstance(code, str) else f"{_inside(code.co_filename)}:{code.co_qualname}"
+        rows.append({"function": name[:120], "calls": entry.callcount, "ms": round(entry.inlinetime * 1e3, 4)})
+    rows.sort(key=lambda row: -row["ms"])
+    return {"host_ms": round(sum([row["ms"] for row in rows]), 3), "functions": rows[:FUNCTIONS]}
+
+
 def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
     """GPU milliseconds of a run, and its kernels by time."""
     import torch
@@ -369,6 +415,8 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
     one, many = prompts.times(short, 1, repeats=5), prompts.times(short, 65, repeats=5)
     steps = [(run - statistics.median(one)) / 64 for run in many]
     result.put(tpot={"sequences": SEQUENCES, "ms": statistics.median(steps), "least": min(steps), "most": max(steps)})
+    decoding = functools.partial(prompts.run, short, 65)
+    result.put(decode=decode_steps([step_times(llm.llm_engine, decoding) for _ in range(5)]))
     medium = [prompts.of(1024)]
     prefills = [prologue_calls(functools.partial(prompts.run, medium, 1)) for _ in range(5)]
     prompted, decoded = (prologue_calls(functools.partial(prompts.run, short, count)) for count in (1, 9))
@@ -389,6 +437,7 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
         one_token, decode = (kernel_times(functools.partial(prompts.run, short, count)) for count in (1, 9))
         step = (decode["gpu_ms"] - one_token["gpu_ms"]) / 8
         result.put(profile_decode={**decode, "step_ms": round(step, 4)})
+        result.put(profile_host=function_times(functools.partial(prompts.run, short, 33)))
 
 
 def shadow(spec: Spec, result: Result, llm: Any) -> None:
