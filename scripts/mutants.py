@@ -57,6 +57,7 @@ DSA_HEADS = ("tests/test_cases.py -k dsa_query and (5of or 7of) and 17", *DSA)
 ABSORBED = ("tests/test_cases.py -k absorb and 17", *DSA)
 PROJECTED = ("tests/test_cases.py -k v4_project and 17", "tests/test_properties.py -k project")
 GOLDEN = ("tests/test_golden.py",)
+DIFFERENCES = ("tests/test_differences.py",)
 ROTATIONS = ("tests/test_exhaustive.py -k rotations", *GOLDEN)
 FAR = ("tests/test_pitfalls.py -k 32_bits or narrow",)
 ERRORS = ("tests/test_errors.py",)
@@ -417,6 +418,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "DSA multiplies with a reciprocal instead of dividing",
         DSA_HEADS,
         (ROWS, "return tl.div_rn(poison(x), scale)", "return x * reciprocal"),
+    ),
+    mutant(
+        "an engine's code may be beside ours wherever the quotient lies",
+        DIFFERENCES,
+        (
+            "preattn/differences.py",
+            " & ((quotient - boundary).abs() <= DIVISION_ERROR * boundary.abs())",
+            "",
+        ),
+    ),
+    mutant(
+        "neighbours are counted in codes, whose order the sign turns round",
+        DIFFERENCES,
+        ("preattn/differences.py", "torch.where(code < 0, -(code & sign), code)", "code & (2 * sign + 1)"),
     ),
     mutant(
         "the index weight's factors in another order, kernel and reference",
