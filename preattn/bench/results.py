@@ -173,3 +173,42 @@ def read_parallel(path: Path) -> Parallel:
         ValueError: it is not JSON, or not in the schema of :class:`Parallel`.
     """
     return files.read(path, Parallel, most=FILE_BYTES)
+
+
+class V4Step(files.Schema, frozen=True):
+    """A step of a layer with the plug-in and without.
+
+    Of ``elements`` of the query that were compared, ``differing`` differ; ``tail_zero``: its heads past the rank's are
+    zeros; ``us`` are microseconds of the GPU by arm and ``host_us`` those of the host, none where nothing was timed;
+    ``replay_equal``: a captured step's, replayed on other inputs, where there was one.
+    """
+
+    model: str
+    weight: str
+    heads: files.Count
+    padded_heads: files.Count
+    tokens: files.Count
+    projection_equal: bool
+    tail_zero: bool
+    cache_equal: bool
+    differing: files.Count
+    elements: files.Count
+    us: dict[str, files.Positive]
+    host_us: dict[str, files.Positive]
+    replay_equal: bool | None = None
+
+
+class V4Layer(files.Schema, frozen=True):
+    """A run of ``bench.v4_layer``; ``clock`` of the header says what ``us`` was taken with."""
+
+    header: dict[str, Any]
+    rows: tuple[V4Step, ...]
+
+
+def read_v4_layer(path: Path) -> V4Layer:
+    """Read and check what ``bench.v4_layer`` wrote.
+
+    Raises:
+        ValueError: it is not JSON, or not in the schema of :class:`V4Layer`.
+    """
+    return files.read(path, V4Layer, most=FILE_BYTES)
