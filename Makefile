@@ -9,7 +9,7 @@ PACKAGE_NEEDS = msgspec numpy triton typer rich
 TEST_NEEDS = $(PACKAGE_NEEDS) pytest xdist pytest_timeout hypothesis matplotlib safetensors transformers
 
 help:
-	@echo "make demo    one real step: recorded inputs, bytes verified, time and GB/s on this machine"
+	@echo "make demo    recorded steps: inputs, bytes verified, time and GB/s on this machine"
 	@echo "make test    lint, then the tests (WORKERS=2 processes; ARGS='-k name' goes to pytest)"
 	@echo "make lint    ruff, ruff format, mypy"
 	@echo "make nightly    EXAMPLES=20000 random calls, split evenly over the properties and rounded up: docs/nightly.md"

@@ -19,7 +19,17 @@ from preattn import cli, formats
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 FORMATS = (ROOT / "docs" / "formats.md").read_text()
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/formats.md", "docs/integrations.md", "docs/engine.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/formats.md",
+    "docs/integrations.md",
+    "docs/engine.md",
+    "docs/debugging.md",
+    "docs/mutants.md",
+    "docs/nightly.md",
+    "docs/sanitize.md",
+)
 
 
 def blocks(language: str) -> list[str]:
