@@ -208,14 +208,30 @@ def device(name: str, value: object) -> torch.device:
 
     Raises:
         TypeError: neither.
-        ValueError: no device has that name.
+        ValueError: no device has that name, or it is a GPU's and there is none.
     """
     if not isinstance(value, str | torch.device):
         raise TypeError(f"{name}: expected a torch.device or its name; got {type(value).__name__}")
     try:
-        return torch.device(value)
+        found = torch.device(value)
     except RuntimeError as error:
         raise ValueError(f"{name}: expected the name of a device; got {value!r}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"{name}: expected a device that this machine has, as cpu; got {found}, and no CUDA GPU is here"
+        )
+    return found
+
+
+def word(name: str, value: object, words: Iterable[str]) -> None:
+    """Check that a value is one of some words.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, str) or value not in words:
+        got = repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+        raise ValueError(f"{name}: expected one of {', '.join(words)}; got {got}")
 
 
 def flag(name: str, value: object) -> None:

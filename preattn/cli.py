@@ -468,7 +468,9 @@ def warmup(
 
 @app.command()
 def tune(
-    output: Annotated[Path, typer.Option(help="Folder for <device>.json.")] = Path("preattn/configs"),
+    output: Annotated[Path, typer.Option(help="Folder for <device>.json: in a checkout, the package's own.")] = Path(
+        "preattn/configs"
+    ),
 ) -> None:
     """Search launch configurations on this GPU and keep the winners, with its copy rate."""
     with _telling():

@@ -211,8 +211,7 @@ def record(name: str, dim: int = 512) -> Record:
         TypeError: a ``dim`` that is not an int.
         ValueError: unknown name, or a ``dim`` that is not a positive multiple of 16.
     """
-    if not isinstance(name, str) or name not in RECORD_NAMES:
-        raise ValueError(f"record: expected one of {', '.join(RECORD_NAMES)}; got {name!r}")
+    checks.word("record", name, RECORD_NAMES)
     checks.integer("dim", dim)
     if name in RECORDS:
         return RECORDS[name]
@@ -447,7 +446,7 @@ def cache_view(
         pool: contiguous tensor of any dtype.
         record: what a page holds.
         block_size: tokens per page.
-        num_blocks: pages; as many as fit when None.
+        num_blocks: pages; as many as fit when None, and at least one.
         block_stride: bytes from one page to the next; ``block_size * record.bytes`` when None. Larger where
             pages are padded or shared by several layers.
         offset: byte of the pool at which page 0 starts.
@@ -485,6 +484,11 @@ def cache_view(
     if offset > flat.numel():
         raise ValueError(f"offset: expected page 0 within a pool of {flat.numel()} bytes; got {offset}")
     fits = max(0, (flat.numel() - offset - page) // stride + 1) if flat.numel() - offset >= page else 0
+    if num_blocks is None and not fits:
+        raise ValueError(
+            f"pool: expected at least {offset + page} bytes for a page of {block_size} {record.name} records; "
+            f"got {flat.numel()}"
+        )
     blocks = fits if num_blocks is None else num_blocks
     if blocks > fits or blocks < 0:
         raise ValueError(f"num_blocks: expected 0 to {fits} pages in a pool of {flat.numel()} bytes; got {blocks}")
@@ -503,7 +507,8 @@ def check_cache(name: str, cache: Tensor, record: Record) -> None:
     checks.instance(name, cache, Tensor)
     checks.instance("record", record, Record)
     if cache.dtype not in (record.dtype, torch.uint8):
-        raise TypeError(f"{name}: expected {record.dtype} or torch.uint8 for {record.name} records; got {cache.dtype}")
+        dtypes = " or ".join(dict.fromkeys(map(str, (record.dtype, torch.uint8))))
+        raise TypeError(f"{name}: expected {dtypes} for {record.name} records; got {cache.dtype}")
     itemsize = cache.dtype.itemsize
     if cache.dim() != 3 or cache.shape[2] * itemsize != record.bytes:
         raise ValueError(

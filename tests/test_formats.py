@@ -207,6 +207,8 @@ def test_cache_view_of_a_shared_pool() -> None:
         ({"offset": 8}, ValueError, "offset: expected page 0 at a multiple of 16 bytes"),
         ({"offset": -16}, ValueError, "offset: expected"),
         ({"num_blocks": 3}, ValueError, "num_blocks: expected 0 to 2 pages"),
+        ({"block_size": 129}, ValueError, "pool: expected at least 68112 bytes for a page of 129 v41_mxfp8 records"),
+        ({"offset": 33808}, ValueError, "pool: expected at least 67600 bytes .*; got 67584"),
     ],
 )
 def test_cache_view_refuses(arguments: dict[str, int], error: type[Exception], message: str) -> None:
@@ -215,9 +217,16 @@ def test_cache_view_refuses(arguments: dict[str, int], error: type[Exception], m
         formats.cache_view(pool, formats.record("v41_mxfp8"), **{"block_size": 64, **arguments})
 
 
+def test_a_pool_without_a_page_is_asked_for_explicitly() -> None:
+    record = formats.record("v41_mxfp8")
+    assert formats.cache_view(torch.zeros(0, dtype=torch.uint8), record, block_size=64, num_blocks=0).shape[0] == 0
+
+
 def test_lookup_errors() -> None:
     with pytest.raises(ValueError, match=r"record: expected one of v41_mxfp8.*got 'fp7'"):
         formats.record("fp7")
+    with pytest.raises(ValueError, match=r"record: expected one of v41_mxfp8.*got a Record$"):
+        formats.record(formats.record("bf16"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dim: expected a positive multiple of 16"):
         formats.record("bf16", 20)
     with pytest.raises(TypeError, match=r"pool: expected a torch\.Tensor; got list"):

@@ -157,3 +157,9 @@ def test_sizes_and_refusals() -> None:
     fp8 = QueryWorkspace(V32, "flashinfer-sparse-trtllm", 4, device="cpu", record="fp8")
     with pytest.raises(TypeError, match=r"workspace: expected dtype torch\.bfloat16; got torch\.float8_e4m3fn"):
         project_query(x, x, fp8)
+
+
+def test_a_gpu_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device: expected a device that this machine has, as cpu; got cuda, and no"):
+        QueryWorkspace(V41.shard(2), "flashmla-mega", 9)

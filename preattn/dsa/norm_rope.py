@@ -338,8 +338,7 @@ def _check_index_key(
 
 
 def _record(name: str, rope_dim: int) -> Record:
-    if not isinstance(name, str) or name not in RECORDS:
-        raise ValueError(f"record: expected one of {', '.join(RECORDS)}; got {name!r}")
+    checks.word("record", name, RECORDS)
     if rope_dim:
         return RECORDS[name]
     if name not in NO_ROPE_RECORDS:

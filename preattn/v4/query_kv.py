@@ -270,8 +270,7 @@ def _check_out(out: Tensor, query: Tensor, padded: int, dtype: torch.dtype) -> N
 
 
 def _record(name: str) -> Record:
-    if not isinstance(name, str) or name not in RECORDS:
-        raise ValueError(f"record: expected one of {', '.join(RECORDS)}; got {name!r}")
+    checks.word("record", name, RECORDS)
     return RECORDS[name]
 
 
