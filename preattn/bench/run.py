@@ -24,7 +24,7 @@ import torch
 import preattn
 
 from .. import dsa, tuning
-from ..cases.base import Call, Case
+from ..cases.base import CANARY, Call, Case
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
 from ..cases.v4 import KvCase, PadCase, ProjectCase, V4Case
 from ..differences import division_edges
@@ -139,8 +139,10 @@ def check(case: Case, call: Call, arms: dict[str, Arm], tokens: int) -> None:
             continue
         for name, tensor in call.memory.items():  # an op in place starts from the same bytes in every arm
             tensor.copy_(before[name])
-        returned = _results(function(), getattr(case, "heads", 0))
+        result = function()
+        returned = _results(result, getattr(case, "heads", 0))
         seen[arm] = {name: tensor.clone() for name, tensor in shared.items()} | returned
+        _spoil(result, call)
     ours = seen["preattn"]
     for arm, results in seen.items():
         if not results or not results.keys() <= ours.keys():
@@ -182,10 +184,20 @@ def _results(result: Any, heads: int) -> dict[str, torch.Tensor]:
         named = {"rotated query": query[..., -64:].clone()}
         if query.shape[-1] > 64:
             named["query"] = query.clone()
-        return named | {f"indexer output {i}": tensor for i, tensor in enumerate(result[1:]) if tensor is not None}
+        outputs = enumerate(result[1:])
+        return named | {f"indexer output {i}": tensor.clone() for i, tensor in outputs if tensor is not None}
     if isinstance(result, torch.Tensor) and result.numel():
         return {"query": result.clone()}
     return {}
+
+
+def _spoil(result: Any, call: Call) -> None:
+    """Overwrite what an arm returned in memory of its own: the next arm may be given it, and leave it as it is."""
+    given = [x for x in (*call.arguments.values(), *call.memory.values()) if isinstance(x, torch.Tensor)]
+    kept = {x.untyped_storage().data_ptr() for x in given}
+    for tensor in result if isinstance(result, tuple) else (result,):
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in kept:
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(CANARY)
 
 
 def _agrees(ours: torch.Tensor, theirs: torch.Tensor, *, normed: bool) -> bool:
