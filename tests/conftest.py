@@ -75,6 +75,16 @@ def device() -> str:
 
 
 @pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel has a variant: those that other tests of this process have compiled would hide what warm-up forgets."""
+    from preattn.kernels import dsa, v4  # noqa: F401  the kernels are then known
+    from preattn.kernels.launch import Kernel
+
+    for kernel in Kernel.kernels:
+        monkeypatch.setattr(kernel, "variants", {})
+
+
+@pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of the test's own name: the same in every run, another in every test."""
     return zlib.crc32(request.node.nodeid.encode()) % 2**31

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -191,6 +192,39 @@ def outputs(call: Call) -> dict[str, Tensor]:
         if isinstance(tensor, Tensor) and not any(tensor is known for known in written.values()):
             written[f"result{index}"] = tensor
     return written
+
+
+@contextmanager
+def poisoned_results(byte: int = 0xFF) -> Iterator[None]:
+    """Within it, what an op makes for its results is full of one byte.
+
+    New memory may be what another call has just given back: a result that nobody writes would look right.
+    """
+    new_empty = Tensor.new_empty
+
+    def poisoned(tensor: Tensor, *shape: Any, **options: Any) -> Tensor:
+        made = new_empty(tensor, *shape, **options)
+        made.view(torch.uint8).fill_(byte)
+        return made
+
+    Tensor.new_empty = poisoned  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.new_empty = new_empty  # type: ignore[method-assign]
+
+
+def records(call: Call) -> dict[str, Tensor]:
+    """What rows with a slot have stored, in their order: [rows, bytes] of every cache, on the CPU."""
+    found = {}
+    for name, record in caches(call).items():
+        slots = call.arguments.get("index_slots") if name == "index_cache" else None
+        slots = call.arguments["slots"] if slots is None else slots
+        if slots is not None:
+            cache = call.arguments[name]
+            inside = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])].cpu()
+            found[name] = _load(cache, record, inside)
+    return found
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

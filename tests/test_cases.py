@@ -6,12 +6,22 @@ or the reverse, is a difference like any other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import placing
 import pytest
 import torch
 
 from preattn.cases import CASES, Case
 
 TOKENS = (0, 1, 17)
+POISON = 0xFF
+
+
+@pytest.fixture(autouse=True)
+def results_are_poisoned_too() -> Iterator[None]:
+    with placing.poisoned_results(POISON):
+        yield
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -28,9 +38,10 @@ def test_kernels_equal_the_reference(case: Case, tokens: int, device: str, seed:
 def test_a_call_writes_something_and_counts_its_bytes(case: Case) -> None:
     before = case.build(9)
     untouched = {name: tensor.clone() for name, tensor in before.memory.items()}
-    before.run("reference")
+    written = before.run("reference")
     changed = [name for name, tensor in before.memory.items() if not _same_bits(tensor, untouched[name])]
     assert changed == list(before.memory)
+    assert written and all((bits != POISON).any() for bits in written.values() if bits.numel())
     assert before.moved > 0
 
 

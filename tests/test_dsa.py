@@ -90,7 +90,9 @@ def test_a_row_does_not_depend_on_its_batch(tokens: int, device: str) -> None:
     count = int((cut["slots"] >= 0).sum())  # how many are inside the cache differs by a few: rows are compared below
     assert count
     assert torch.equal(as_bytes(full.arguments["out"][:tokens]), as_bytes(part.arguments["out"][:tokens]))
-    assert torch.equal(stored(part), stored(full)[: len(stored(part))])
+    for names_of in (("cache", "record"), ("index_cache", "index_record")):
+        rows = stored(part, *names_of)
+        assert torch.equal(rows, stored(full, *names_of)[: len(rows)])
 
 
 @pytest.mark.parametrize("case", [COPIED, QUANTISED, NORM], ids=named)

@@ -228,6 +228,7 @@ def test_layers_share_a_workspace(model: Geometry, name: str) -> None:
     workspace.verify("three layers")
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(("model", "name"), [(V41.shard(8), "flashmla-mega"), (V4.shard(8), "flashmla-v4")])
 def test_a_warm_v4_layer_compiles_nothing(model: Geometry, name: str, device: str) -> None:
     step = v4_step(model)
@@ -370,6 +371,13 @@ def functional_dsa(layer: DsaPrologue, *, seed: int = 2) -> tuple[dsa.Latents, d
 def test_dsa_attention_cannot_tell(
     model: Geometry, name: str, record: str, absorb_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    absorb, casts = dsa.absorb_query, set[bool]()
+
+    def absorbed(*operands: Tensor, query_scale: Tensor | None = None, **options: Any) -> Tensor:
+        casts.add(query_scale is not None)
+        return absorb(*operands, query_scale=query_scale, **options)
+
+    monkeypatch.setattr(dsa, "absorb_query", absorbed)
     if absorb_kernel:
         monkeypatch.setattr(policy, "ABSORB_KERNEL_TOKENS", TOKENS)
         monkeypatch.setattr(policy, "device", lambda name: policy.Device(name, measured=True))
@@ -400,6 +408,7 @@ def test_dsa_attention_cannot_tell(
         if tail.numel():
             tail.fill_(torch.nan)
             assert torch.equal(mla(layer, query, slots), expected)
+    assert casts == {absorb_kernel}  # that kernel casts as it multiplies, and torch.bmm cannot
 
 
 def test_packed_and_pair_attend_alike() -> None:
@@ -445,6 +454,7 @@ def test_a_layer_without_rope() -> None:
     assert torch.equal(query.query, torch.einsum("thn,hnd->thd", q.float(), layer.w_uk.float()).bfloat16())
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(("model", "name", "record"), [DSA_LAYERS[0], DSA_LAYERS[3]], ids=[DSA_IDS[0], DSA_IDS[3]])
 def test_a_warm_dsa_layer_compiles_nothing(model: Geometry, name: str, record: str, device: str) -> None:
     _, expected, _, _ = run_dsa(dsa_layer(model, name, record))

@@ -153,7 +153,10 @@ def check_far(case: Case, call: Call) -> None:
         with pytest.raises(ValueError, match=str(checks.LIBRARY_STRIDE)):
             placing.outputs(call)
     else:
-        assert same(placing.outputs(call), expected(plain(case, 3)))
+        near = plain(case, 3)
+        want = expected(near)
+        assert same(placing.outputs(call), want)
+        assert same(placing.records(call), placing.records(near))
 
 
 ON_CPU = pytest.mark.skipif(
@@ -211,10 +214,12 @@ def test_no_stride_or_capacity_is_narrow() -> None:
 @pytest.mark.parametrize(("case", "tokens_first"), STRIDED, ids=STRIDED_IDS)
 def test_rows_of_wider_ones_equal_dense_rows(case: Case, tokens_first: bool, place: str) -> None:
     """Every argument that has strides, in memory of its own with gaps that stay as they were."""
-    call, want = case.build(TOKENS, place), expected(plain(case))
+    call, dense = case.build(TOKENS, place), plain(case)
+    want = expected(dense)
     memories = respread(call, placing.canary(place), tokens_first=tokens_first)
     before = {name: as_bytes(memory) for name, memory in memories.items()}
     assert same(placing.outputs(call), want)
+    assert same(placing.records(call), placing.records(dense))
     for name, memory in memories.items():
         view = call.arguments[name]
         mask = torch.ones(memory.numel() // view.element_size(), dtype=torch.bool)
@@ -316,10 +321,11 @@ def test_a_buffer_that_is_used_again_is_written_whole(case: Case, place: str) ->
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_row_alone_gives_the_same_bits(case: Case, place: str) -> None:
     row = TOKENS - 1
-    call = case.build(TOKENS, place)
-    want = {name: tensor[row : row + 1] for name, tensor in expected(plain(case)).items()}
+    call, whole = case.build(TOKENS, place), plain(case)
+    want = {name: tensor[row : row + 1] for name, tensor in expected(whole).items()}
     placing.rows(call, row, row + 1)
     assert same(placing.outputs(call), want)
+    assert same(placing.records(call), {name: rows[-1:] for name, rows in placing.records(whole).items()})
 
 
 HEADS = [case for case in CASES if isinstance(case, V4Case | DsaQueryCase) and getattr(case, "padded_heads", 1) != 0]
@@ -382,12 +388,31 @@ def test_there_is_one_rotation_or_none(case: Any, place: str) -> None:
         tail = want["out"][:, : case.heads, 512:]
         assert torch.equal(tail.float() + 0.0, case.build(TOKENS).arguments["q_pe"].float() + 0.0)
     quarter = torch.cat([torch.zeros(512, 32), torch.ones(512, 32)], 1)  # (a, b) becomes (-b, a): once, not twice
+    call, given = case.build(TOKENS, place), case.build(TOKENS).arguments
+    call.arguments["rope_table"] = quarter.to(place)
+    if call.arguments.get("slots") is not None:
+        set_slots(call, torch.arange(TOKENS, device=place))
+    got = placing.outputs(call)
     if isinstance(case, NormRopeCase) and case.return_kv and case.rope_dim and case.rope_output == "interleaved":
-        call = case.build(TOKENS, place)
-        call.arguments["rope_table"] = quarter.to(place)
-        k_pe = call.arguments["k_pe"].float()
-        turned = torch.stack([-k_pe[..., 1::2], k_pe[..., 0::2]], -1).flatten(-2)
-        assert torch.equal(placing.outputs(call)["result2"].float(), turned)
+        assert same_numbers(got["result2"], turned(given["k_pe"]))
+    if isinstance(case, V4Case) and case.padded_heads and case.rope and not (case.norm or case.fp8_query):
+        assert same_numbers(got["out"][:, : case.heads, 448:], turned(given["query"][..., 448:]))
+    if isinstance(case, V4Case) and case.record == "bf16":
+        rows = placing.records(call)["cache"].view(torch.bfloat16)
+        assert same_numbers(rows[:, 448:], turned(given["kv"][:, 448:]))
+    if isinstance(case, DsaQueryCase) and not case.fp8_query and case.rope_output == "interleaved":
+        rotated = got["result1"] if case.form == "pair" else got["out"][:, : case.heads, 512:]
+        assert same_numbers(rotated, turned(given["q_pe"]))
+
+
+def turned(x: Tensor) -> Tensor:
+    """Each pair by a quarter turn."""
+    return torch.stack([-x[..., 1::2], x[..., 0::2]], -1).flatten(-2)
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """A product with zero, added, may have changed the sign of a zero."""
+    return torch.equal(a.cpu().float(), b.float())
 
 
 # -- compiled ------------------------------------------------------------------------------------------------------

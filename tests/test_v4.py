@@ -68,6 +68,7 @@ def test_a_row_does_not_depend_on_its_batch(case: V4Case, tokens: int, device: s
     out = part.arguments["out"][:tokens]
     run(part, **cut, out=out)
     assert torch.equal(as_bytes(out), as_bytes(full.arguments["out"][:tokens]))
+    assert torch.equal(rows_of(part), rows_of(full)[: len(rows_of(part))])
 
 
 def test_a_second_run_over_poisoned_output_gives_the_same_bits(device: str) -> None:

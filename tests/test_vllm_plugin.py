@@ -370,10 +370,17 @@ def test_a_layer_gives_what_the_engine_gives(
 
 
 def test_layers_use_one_buffer_in_turn(engine: Path) -> None:
+    def results() -> tuple[list[Any], list[Tensor]]:
+        """Of two layers, each with a step of its own: what one leaves in the buffer is wrong for the other."""
+        torch.manual_seed(0)
+        made = [a_layer(), a_layer()]
+        return made, [layer(*a_step(seed)).clone() for layer, seed in zip(made, (1, 11), strict=True)]
+
+    _, expected = results()
     register()
-    first, second = a_layer(), a_layer()
-    assert layers.query_buffer(first) is layers.query_buffer(second)
-    assert torch.equal(outcome(first)[0], outcome(second)[0])
+    (first, second), found = results()
+    assert layers.query_buffer(first) is layers.query_buffer(second) is not None
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and not torch.equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -545,7 +552,11 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OTHER_LAYERS)
-def test_layers_of_every_kind_are_warmed(engine: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_every_kind_are_warmed(
+    engine: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(Launch, "prepare", lambda launch, device: prepared.append(launch.kernel.name) or False)
     register()
     layer = a_layer()
     for name, value in OTHER_LAYERS[kind].items():
@@ -553,6 +564,7 @@ def test_layers_of_every_kind_are_warmed(engine: Path, kind: str, caplog: pytest
     with dispatch.hold() as held:
         warm.warm(layer)
     assert held == [] and plugin.active()  # warm() holds launches itself
+    assert {"dsa_norm_rope_kernel", "dsa_query_kernel"} <= set(prepared)
     layer.bind_kv_cache(layer.kv_cache)
     assert plugin.active(), caplog.text
 

@@ -18,6 +18,9 @@ from preattn.warmup import warmup
 TOKENS = (1, 2, 15, 16, 17, 33, 257, 4096)
 
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
+
 def _calls(name: str, tp: int, record_name: str, tokens: int, device: str) -> None:
     shard = geometry(name).shard(tp)
     record = formats.record(record_name)

@@ -34,7 +34,7 @@ from ...formats import Record
 from . import report
 
 POISON = 0xA5
-"""Every byte that the engine's op is given to write into."""
+"""Every byte of a result that the engine's op is given; caches, the top-k buffer and queries start as they are."""
 
 SCALE_EDGES = 2.0**-17
 """Largest share of rows whose scale the engine may take to be half of the exact one.
