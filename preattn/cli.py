@@ -325,7 +325,7 @@ def _gpu_times() -> Table:
 def _cpu_times(runners: list[Runner]) -> Table:
     from .cases.v4 import V4Case
 
-    table = Table(title="V4.1, 32 of 64 heads, interleaved, on this CPU", title_justify="left")
+    table = Table(title="V4.1, 32 of 64 heads, on this CPU", title_justify="left")
     for title in ("backend", "tokens", "time", "GB/s"):
         table.add_column(title, justify="left" if title == "backend" else "right")
     for runner in runners:

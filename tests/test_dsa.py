@@ -159,7 +159,10 @@ def test_pairings_are_independent(rope_output: Any, index_pairing: Any, device: 
     q_pe = call.arguments["q_pe"].cpu().double()
     want = torch.view_as_real(torch.complex(q_pe[..., 0::2], q_pe[..., 1::2]) * turn)
     want = want.flatten(-2) if rope_output == "interleaved" else torch.cat(want.unbind(-1), -1)
-    assert torch.allclose(result.q_pe.cpu().double(), want, rtol=2**-8, atol=2**-6 * 3e4 * 2**-10)
+    length = torch.hypot(q_pe[..., 0::2], q_pe[..., 1::2])
+    length = length.repeat_interleave(2, -1) if rope_output == "interleaved" else torch.cat([length, length], -1)
+    # bf16's half step, and where the two products cancel, three float32 roundings of them.
+    assert ((result.q_pe.cpu().double() - want).abs() <= want.abs() * 2**-8 + length * 2**-22).all()
     x = call.arguments["index_query"].cpu().double()
     even, odd = (x[..., 0:64:2], x[..., 1:64:2]) if index_pairing == "interleaved" else (x[..., :32], x[..., 32:64])
     want = torch.view_as_real(torch.complex(even, odd) * turn)

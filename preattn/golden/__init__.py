@@ -86,7 +86,9 @@ class Comparison:
     def __str__(self) -> str:
         if not self.identical:
             return f"{self.differing:,} bytes differ, the first: {self.first}"
-        return f"identical but for {self.flips} norm roundings in {self.norm_elements:,}" if self.flips else "identical"
+        if not self.flips:
+            return "identical"
+        return f"identical but for {self.flips} norm rounding{'s' * (self.flips > 1)} in {self.norm_elements:,}"
 
 
 @dataclass(frozen=True)

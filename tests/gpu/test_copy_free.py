@@ -165,3 +165,5 @@ def test_a_packed_query_keeps_its_tail_through_graphs() -> None:
     workspace.verify("a replay")
     latent = torch.bmm(q[..., :128].transpose(0, 1), w_uk).transpose(0, 1)
     assert torch.equal(packed[:, :16, :512], latent)
+    rotated = dsa.query(q[..., 128:], None, positions, table, form="pair").q_pe
+    assert torch.equal(packed[:, :16, 512:], rotated)

@@ -229,7 +229,6 @@ def _query_kv(
     are compiled at the first of either.
     """
     step = (_clip(slots, query), positions)
-    scales = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
     in_place = out is query and not owned
     kind = (
         "query",
@@ -238,7 +237,7 @@ def _query_kv(
         cache.shape[1],
         "owned" if owned else in_place,
         None if owned or out is None else out.dtype,
-        *sorted(scales.items()),
+        *[value for value in options.values() if not isinstance(value, Tensor)],  # of a record always the same options
     )
 
     def held(tokens: int) -> None:
