@@ -42,6 +42,11 @@ def neighbours(a: Tensor, b: Tensor) -> Tensor:
     return a.float().isfinite() & b.float().isfinite() & ((ranks[0] - ranks[1]).abs() == 1)
 
 
+def one_rounding(ours: Tensor, engines: Tensor) -> bool:
+    """Whether all bf16 values of a norm are at most a step apart, or, where RoPE cancels, its float32 rounding."""
+    return bool(((engines - ours).abs_() <= ours.abs() * 2**-7 + 2**-16).all())
+
+
 def division_edges(ours: Tensor, engines: Tensor, quotient: Tensor) -> Tensor:
     """Where an approximate division puts an e4m3 code beside ours.
 

@@ -378,8 +378,7 @@ def choose(
     checks.instance("geometry", geometry, Geometry)
     checks.instance("device_name", device_name, str)
     checks.flag("captured", captured)
-    if weight not in WEIGHT_KINDS:
-        raise ValueError(f"weight: expected one of {', '.join(WEIGHT_KINDS)}; got {weight!r}")
+    checks.word("weight", weight, WEIGHT_KINDS)
     if weight != "bf16" and (geometry.family != "v4" or not workspace):
         raise ValueError(f"weight: expected bf16 but for V4 with a workspace; got {weight}")
     agreed = negotiate(geometry, backend or usual_backend(geometry), record=record)

@@ -17,7 +17,7 @@ import torch
 
 from . import checks, dsa, formats, v4
 from .dispatch import hold, interpreting
-from .dsa.arguments import PAIRINGS, WEIGHTS, check_choice
+from .dsa.arguments import PAIRINGS, WEIGHTS
 from .geometry import Geometry
 from .policy import LAYOUTS, STEP_SIZES, Form, Layout, WeightKind
 from .reference.numerics import Pairing
@@ -106,7 +106,7 @@ def warmup(
         ("weight", weight, get_args(WeightKind)),
     ):
         if word is not None:
-            check_choice(name, word, words)
+            checks.word(name, word, words)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a function or None; got {type(progress).__name__}")
     device = checks.device("device", device)

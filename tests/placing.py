@@ -186,12 +186,8 @@ def rows(call: Call, first: int, last: int) -> None:
 
 def outputs(call: Call) -> dict[str, Tensor]:
     """Run, and give what was returned or written besides caches, [T, ...], by name."""
-    result = call.function(**call.arguments)
-    written = {name: tensor for name, tensor in call.memory.items() if name not in ("pool", "index_pool")}
-    for index, tensor in enumerate(result if isinstance(result, tuple) else (result,)):
-        if isinstance(tensor, Tensor) and not any(tensor is known for known in written.values()):
-            written[f"result{index}"] = tensor
-    return written
+    written = call.written(call.function(**call.arguments))
+    return {name: tensor for name, tensor in written.items() if name not in ("pool", "index_pool")}
 
 
 @contextmanager

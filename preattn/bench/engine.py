@@ -311,7 +311,7 @@ def _times(arms: dict[str, list[Run]]) -> str:
     ]
     rows += [
         (f"TPOT, {SEQUENCES} sequences", lambda run: run.get("tpot")),
-        ("an engine step of these, 10 to 90% of them", lambda run: _step(run)),
+        ("an engine step of these, 10 to 90% of them", _step),
         ("the thread's share of a processor in it", lambda run: _alone(run, "decode", "cpu_ms")),
         ("GPU time, longest prompt", lambda run: _alone(run, "profile_prefill", "gpu_ms")),
         ("GPU time, decode step", lambda run: _alone(run, "profile_decode", "step_ms")),

@@ -27,7 +27,7 @@ from .. import dsa, tuning
 from ..cases.base import CANARY, Call, Case
 from ..cases.dsa import AbsorbCase, DsaQueryCase, NormRopeCase
 from ..cases.v4 import KvCase, PadCase, ProjectCase, V4Case
-from ..differences import division_edges
+from ..differences import division_edges, one_rounding
 from ..policy import slug
 from ..reference import dsa as reference
 from . import peers, timing
@@ -207,8 +207,7 @@ def _agrees(ours: torch.Tensor, theirs: torch.Tensor, *, normed: bool) -> bool:
         return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
     if ours.dtype == torch.uint8:  # codes of normed values: rounding may flip one in some thousands
         return int((ours != theirs).count_nonzero()) <= 1e-3 * ours.numel()
-    # One bf16 step, and where RoPE cancels, its float32 rounding.
-    return bool(((theirs - ours).abs_() <= ours.abs() * 2**-7 + 2**-16).all())
+    return one_rounding(ours, theirs)
 
 
 def _divided(case: Case, call: Call, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool:

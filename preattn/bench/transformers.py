@@ -221,11 +221,8 @@ def table(rows: Sequence[Replaced]) -> str:
     The last column is the largest difference over all sizes; in parentheses the library's own from run to run.
     """
     counts = sorted({row.tokens for row in rows if row.us})
-    lines = [
-        "| model | what | " + " | ".join(f"{count:,} token{'s' if count > 1 else ''}" for count in counts),
-        "|---|---|" + "---:|" * len(counts),
-    ]
-    lines = [f"{lines[0]} | difference |", f"{lines[1]}---|"]
+    sizes = " | ".join(f"{count:,} token{'s' if count > 1 else ''}" for count in counts)
+    lines = [f"| model | what | {sizes} | difference |", f"|---|---|{'---:|' * len(counts)}---|"]
     for model, what in dict.fromkeys((row.model, row.what) for row in rows):
         mine = [row for row in rows if (row.model, row.what) == (model, what)]
         times = {row.tokens: f"{row.us['transformers']:,.1f} → {row.us['preattn']:,.1f}" for row in mine if row.us}

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from .. import formats
 from ..cases.base import rope_table
+from ..differences import one_rounding
 from ..integrations.vllm import patching, projection, shadow
 from ..integrations.vllm import v4 as plugin_v4
 from ..v4 import HEAD_DIM
@@ -298,14 +299,14 @@ def compare(case: Case, layer: Any, step: Step, arms: Arms) -> dict[str, Any]:
         "elements": ours.numel(),
     }
     most = shadow.most_norm_flips(ours.numel(), HEAD_DIM) if case.model.head_norm else 0
-    a, b = ours[differ].float(), theirs[differ].float()
-    near = bool(((a - b).abs() <= a.abs() * 2**-7 + 2**-16).all())  # a bf16 step; where RoPE cancels, float32's
     fine = {
         "the projection differs": row["projection_equal"],
         "heads past the rank's are written": row["tail_zero"],
         "the cache differs": row["cache_equal"],
         f"{row['differing']} elements of the query differ, and at most {most} may": row["differing"] <= most,
-        "elements of the query are more than a rounding apart": near,
+        "elements of the query are more than a rounding apart": one_rounding(
+            ours[differ].float(), theirs[differ].float()
+        ),
     }
     if not all(fine.values()):
         wrong = "; ".join([what for what, holds in fine.items() if not holds])

@@ -39,12 +39,15 @@ class Call:
         """Run the op (with one backend, if named) and return what it may have written, as bytes on the CPU."""
         with backend(name):
             result = self.function(**self.arguments)
+        return {key: as_bytes(tensor) for key, tensor in self.written(result).items()}
+
+    def written(self, result: Any) -> dict[str, Tensor]:
+        """What a run may have written, by name: the call's memory, and what of the op's ``result`` is not in it."""
         written = dict(self.memory)
-        results = result if isinstance(result, tuple) else (result,)
-        for index, tensor in enumerate(results):
+        for index, tensor in enumerate(result if isinstance(result, tuple) else (result,)):
             if isinstance(tensor, Tensor) and not any(tensor is known for known in written.values()):
                 written[f"result{index}"] = tensor
-        return {key: as_bytes(tensor) for key, tensor in written.items()}
+        return written
 
 
 class Case(Protocol):

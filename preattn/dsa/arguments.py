@@ -17,12 +17,6 @@ WEIGHTS = (torch.bfloat16, torch.float32)
 PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check one of some words."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
-
-
 def check_rotated(
     name: str, x: Tensor, positions: object, rope_table: object, tokens: int, device: torch.device
 ) -> None:
@@ -40,7 +34,7 @@ def check_index_rope(
     pairing: object, index_rope_table: Tensor | None, rope_table: Tensor | None, device: torch.device
 ) -> None:
     """Check the indexer's pairing and its table, which is the main one where it has none of its own."""
-    check_choice("index_pairing", pairing, PAIRINGS)
+    checks.word("index_pairing", pairing, PAIRINGS)
     table = rope_table if index_rope_table is None else index_rope_table
     if table is None:
         raise ValueError("index_rope_table: expected a tensor where rope_table is None; got None")

@@ -18,7 +18,6 @@ from .arguments import (
     PAIRINGS,
     ROPE_DIM,
     WEIGHTS,
-    check_choice,
     check_index_rope,
     check_rotated,
 )
@@ -237,8 +236,8 @@ def _check(
     if separate:
         k_pe = k_pe.squeeze(1)
     check_rotated("k_pe", k_pe, positions, rope_table, tokens, device)
-    check_choice("rope_output", rope_output, PAIRINGS)
-    check_choice("index_record", index_record, tuple(INDEX_RECORDS))
+    checks.word("rope_output", rope_output, PAIRINGS)
+    checks.word("index_record", index_record, INDEX_RECORDS)
     for name, eps in (("q_eps", q_eps), ("kv_eps", kv_eps), ("index_eps", index_eps)):
         checks.number(name, eps, least=0)
     checks.flag("return_kv", return_kv)

@@ -16,7 +16,6 @@ from .arguments import (
     LATENT_DIM,
     PAIRINGS,
     WEIGHTS,
-    check_choice,
     check_index_rope,
     check_rotated,
 )
@@ -179,8 +178,8 @@ def _check(
     check_rotated("q_pe", q_pe, positions, rope_table, tokens, device)
     if query_scale is not None:
         checks.scale("query_scale", query_scale, device)
-    check_choice("form", form, FORMS)
-    check_choice("rope_output", rope_output, PAIRINGS)
+    checks.word("form", form, FORMS)
+    checks.word("rope_output", rope_output, PAIRINGS)
     checks.number("softmax_scale", softmax_scale)
     checks.number("head_scale", head_scale)
     dtype = torch.bfloat16 if query_scale is None else torch.float8_e4m3fn

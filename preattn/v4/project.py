@@ -204,8 +204,7 @@ def _check_projection(
         raise ValueError(f"out: expected at least the {rows // HEAD_DIM} heads of weight; got {out.shape[1]}")
     checks.rows("out", out, inner=2)
     checks.apart("out", out)
-    if layout not in policy.LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(policy.LAYOUTS)}; got {layout!r}")
+    checks.word("layout", layout, policy.LAYOUTS)
     kind = _check_scales(x, weight, x_scale, weight_scale)
     if form is not None and form not in policy.PROJECTIONS:
         raise ValueError(f"form: expected one of {', '.join(policy.PROJECTIONS)} or None; got {form!r}")

@@ -189,8 +189,7 @@ def _check_query_kv(
             "whose attention kernel norms and rotates the query itself"
         )
     dtype = query.dtype if query_scale_inv is None else torch.float8_e4m3fn
-    if form not in policy.FORMS:
-        raise ValueError(f"form: expected one of {', '.join(policy.FORMS)}; got {form!r}")
+    checks.word("form", form, policy.FORMS)
     padded = 0 if form == "kv_only" else heads if padded_heads is None else padded_heads
     if out is not None:
         _check_out(out, query, padded, dtype)
@@ -250,8 +249,7 @@ def _check_kv(
 
 def _check_query(query: Tensor, padded_heads: int | None, layout: Layout, scale_inv: Tensor | None) -> None:
     heads = query.shape[1]
-    if layout not in policy.LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(policy.LAYOUTS)}; got {layout!r}")
+    checks.word("layout", layout, policy.LAYOUTS)
     if heads < 1:
         raise ValueError("query: expected at least 1 head; got 0")
     if padded_heads is not None and (not isinstance(padded_heads, int) or isinstance(padded_heads, bool)):

@@ -28,11 +28,7 @@ def test_replay_with_other_inputs_equals_eager(case: Case) -> None:
     call.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = call.function(**call.arguments)
-    written = dict(call.memory)
-    for index, tensor in enumerate(result if isinstance(result, tuple) else (result,)):
-        if isinstance(tensor, torch.Tensor) and not any(tensor is known for known in call.memory.values()):
-            written[f"result{index}"] = tensor
+        written = call.written(call.function(**call.arguments))
     junk = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)]
     del junk
     fresh = case.build(64, "cuda", seed=2)
