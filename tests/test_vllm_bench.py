@@ -7,13 +7,15 @@ import json
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from preattn.bench import document, engine, engine_arm
+from preattn.bench import document, engine, engine_arm, engine_probe
 from preattn.integrations.vllm import plugin
 
 ROOT = Path(__file__).parents[1]
@@ -223,14 +225,52 @@ def test_the_prologues_calls_are_counted_and_put_back(monkeypatch: pytest.Monkey
         return x + 1
 
     module = types.SimpleNamespace(fused_norm_rope=fused_q, fused_q=fused_q)
-    monkeypatch.setitem(sys.modules, engine_arm.PROLOGUE[0], module)  # type: ignore[arg-type]
-    answers: list[int] = []
-    found = engine_arm.prologue_calls(lambda: answers.extend([module.fused_q(1), module.fused_norm_rope(2)]))
-    assert answers == [2, 3] and found["calls"] == 2 and found["ms"] > 0
-    with pytest.raises(RuntimeError, match="a step's own"):
-        engine_arm.prologue_calls(lambda: module.fused_q(1, fails=True))
+    monkeypatch.setitem(sys.modules, engine_probe.PROLOGUE[0], module)  # type: ignore[arg-type]
+    with engine_probe.prologue_calls() as found:
+        assert [module.fused_q(1), module.fused_norm_rope(2)] == [2, 3]
+    assert found["calls"] == 2 and found["ms"] > 0
+    with pytest.raises(RuntimeError, match="a step's own"), engine_probe.prologue_calls():
+        module.fused_q(1, fails=True)
     assert module.fused_q is fused_q and module.fused_norm_rope is fused_q
-    assert engine_arm.prologue_calls(lambda: None) == {"calls": 0, "ms": 0.0}
+    with engine_probe.prologue_calls() as found:
+        pass
+    assert found == {"calls": 0, "ms": 0.0}
+
+
+class Engine:
+    """Ranks in one process, each with a stack of its own as a process would have."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+        self._stacks: list[list[Any]] = [[] for _ in range(ranks)]
+        self._monkeypatch = monkeypatch
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        answers = []
+        for stack in self._stacks:
+            self._monkeypatch.setattr(engine_probe, "_begun", stack)
+            answers.append(getattr(engine_probe.Probe(), method)(*args))
+        return answers
+
+
+def test_each_rank_is_asked_and_all_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter(range(1, 10))
+
+    @contextmanager
+    def counting() -> Iterator[dict[str, Any]]:
+        found: dict[str, Any] = {"synchronisations": {}, "compilations": {}, "of_ours": 0}
+        yield found
+        found["synchronisations"] = {"vllm/a.py:1": next(counts)}
+
+    monkeypatch.setitem(engine_probe.KINDS, "watch", counting)
+    ranks, ran = engine_probe.Ranks(Engine(monkeypatch, 2)), []
+    found = ranks.during("watch", lambda: ran.append(1))
+    assert ran == [1] and [rank["synchronisations"] for rank in found] == [{"vllm/a.py:1": 1}, {"vllm/a.py:1": 2}]
+    assert engine_arm.together(found) == {"synchronisations": {"vllm/a.py:1": 3}, "compilations": {}, "of_ours": 0}
+    with pytest.raises(ZeroDivisionError):
+        ranks.during("watch", lambda: 1 // 0)
+    assert next(counts) == 5, "what was begun has been ended, in both ranks"
+    assert engine_arm.by_rank([{"a": 1}]) == {"a": 1}
+    assert engine_arm.by_rank([{"a": 1}, {"a": 2}]) == {"rank 0: a": 1, "rank 1: a": 2}
 
 
 def test_engine_steps_are_timed_one_by_one_and_the_step_put_back() -> None:

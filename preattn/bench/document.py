@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import engine_arm
+from . import engine_arm, engine_probe
 from .engine import child, variables
 from .engine_arm import MODELS
 
@@ -55,7 +55,7 @@ def arm(argument: str) -> None:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         scored = answer.prompt_logprobs[1:]
         runs.append([found[token].logprob for token, found in zip(prompt[1:], scored, strict=True)])
-        found = {"environment": engine_arm.environment(), "runs": runs}
+        found = {"environment": engine_probe.environment(), "runs": runs}
         Path(spec["result"]).write_text(json.dumps(found))
 
 

@@ -69,6 +69,7 @@ def variables(arm: str, scratch: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "HF_HUB_OFFLINE": "1",
     }
 

@@ -7,30 +7,27 @@ from __future__ import annotations
 
 import cProfile
 import functools
-import importlib.util
 import json
-import os
 import random
 import statistics
 import sys
-import threading
 import time
-import types
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from . import engine_probe
+from .engine_probe import Ranks
 
 LAYERS = 3
 ANSWERED = (17, 300, 1500, 2600, 3500)
 """Prompt lengths whose answers are kept; the last two are longer than the indexer's top-k."""
 SEQUENCES = 64
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-KERNELS, FUNCTIONS = 25, 60
-"""Rows of a profile that are kept."""
+FUNCTIONS = 60
+"""Functions of a profile that are kept."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 4096,
@@ -61,21 +58,23 @@ _V32_ROPE = {
 
 @dataclass(frozen=True)
 class Model:
-    """A small model: the library's class, heads, and what its configuration adds to the common part."""
+    """A small model: the library's class, heads of all ranks, and what its configuration adds to the common part."""
 
     library: str
     heads: int
     config: dict[str, Any]
     written: dict[str, Any]
     """What only the engine reads: written into the configuration file."""
+    ranks: int = 1
+    """Tensor-parallel ranks, a GPU each."""
 
 
 _SHARED = {"index_topk_pattern": "FFS"}
 """The third layer of GLM-5 uses the second's top-k."""
 
 
-def _v32(heads: int) -> Model:
-    return Model("DeepseekV32", heads, {"rope_parameters": _V32_ROPE}, {})
+def _v32(heads: int, ranks: int = 1) -> Model:
+    return Model("DeepseekV32", heads, {"rope_parameters": _V32_ROPE}, {}, ranks)
 
 
 MODELS = {
@@ -83,9 +82,10 @@ MODELS = {
     "deepseek-v3.2-16": _v32(16),
     "deepseek-v3.2-32": _v32(32),
     "deepseek-v3.2-128": _v32(128),
+    "deepseek-v3.2-128-tp2": _v32(128, ranks=2),
     "glm-5": Model("GlmMoeDsa", 64, _SHARED, {"indexer_rope_interleave": True, **_SHARED}),
 }
-"""Heads are a tensor-parallel rank's: 64, 32 and 16 of 128 are TP2, TP4 and TP8."""
+"""One rank with 64, 32 or 16 of V3.2's 128 heads runs the shapes of TP2, TP4 and TP8."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,27 @@ def make(model: Model, folder: Path) -> None:
 
 
 def engine(
-    folder: str, *, graphs: bool, longest: int, sequences: int = SEQUENCES, chunk: int | None = None, **more: Any
+    folder: str,
+    *,
+    graphs: bool,
+    longest: int,
+    sequences: int = SEQUENCES,
+    chunk: int | None = None,
+    ranks: int = 1,
+    **more: Any,
 ) -> Any:
-    """An engine in this process, of a model in ``folder``: prompts up to ``longest`` tokens, ``chunk`` a step."""
-    if importlib.util.find_spec("cutlass") is None:
-        _stand_in_for_cutedsl()
+    """An engine of a model in ``folder``: prompts up to ``longest`` tokens, ``chunk`` a step.
+
+    It runs in this process; of several ranks each has a worker process of its own.
+    """
     from vllm import LLM
 
     if graphs:
         more["compilation_config"] = {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
+    if ranks > 1:  # NCCL alone sums: the engine's own all-reduce wants peer access, which not every machine gives
+        more |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     return LLM(
+        worker_extension_cls=f"{engine_probe.__name__}.{engine_probe.Probe.__name__}",
         model=folder,
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -165,36 +176,6 @@ def engine(
         seed=0,
         **more,
     )
-
-
-def _stand_in_for_cutedsl() -> None:
-    """The stock ``fused_q`` imports a CuTeDSL module before it asks for the device; below SM100 it never uses it."""
-    name = "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl"
-    module = types.ModuleType(name)
-    module.__dict__.update(fused_q_cutedsl=None, is_fused_q_cutedsl_supported=lambda *args, **kwargs: False)
-    sys.modules[name] = module
-
-
-def environment() -> dict[str, Any]:
-    """Device, driver and versions of an arm's process."""
-    import torch
-    import triton
-    import vllm
-
-    import preattn
-
-    from . import run
-
-    return {
-        "device": torch.cuda.get_device_name(),
-        "driver": run.driver(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "vllm": vllm.__version__,
-        "preattn": preattn.__version__,
-        "commit": run.commit(),
-        "plugins": os.environ.get("VLLM_PLUGINS"),
-    }
 
 
 class Prompts:
@@ -223,115 +204,6 @@ class Prompts:
             self.run(prompts, tokens)
             samples.append((time.perf_counter() - start) * 1e3)
         return samples[1:]
-
-
-@contextmanager
-def watch() -> Iterator[dict[str, Any]]:
-    """Within this context, count GPU synchronisations by who asked for them, and Triton compilations by kernel."""
-    import torch
-    from triton import knobs
-
-    found: dict[str, Any] = {"synchronisations": {}, "of_ours": 0, "compilations": {}}
-    compiled: Counter[str] = Counter()
-    before = knobs.runtime.jit_post_compile_hook
-
-    def note(*args: Any, **event: Any) -> Any:
-        compiled[str(getattr(event.get("fn"), "name", event.get("repr", "?")))] += 1
-        return before(*args, **event) if before is not None else None
-
-    knobs.runtime.jit_post_compile_hook = note
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield found
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        knobs.runtime.jit_post_compile_hook = before
-    callers = Counter(
-        f"{_inside(w.filename)}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)
-    )
-    found["synchronisations"] = dict(callers.most_common())
-    found["of_ours"] = sum([count for caller, count in callers.items() if caller.startswith("preattn/")])
-    found["compilations"] = dict(compiled)
-
-
-def _inside(filename: str) -> str:
-    """A file's path from its package on."""
-    parts = Path(filename).parts
-    for package in ("preattn", "vllm", "torch"):
-        if package in parts:
-            return "/".join(parts[len(parts) - 1 - parts[::-1].index(package) :])
-    return parts[-1]
-
-
-def host_speed(repeats: int = 5) -> dict[str, float]:
-    """Milliseconds of two fixed pieces of this process's host work, medians: a Python loop, and 1,000 tiny launches.
-
-    Short prompts and decode steps wait for the host, whose speed differs between processes of one machine by more than
-    the arms do: compare arms whose figures here are alike. ``..._cpu_ms`` is what this thread had of a processor: less
-    than the whole where another thread holds the interpreter, or another process the processor; all of it where the
-    processor is slow. ``threads`` of the process beside the cores it may use.
-    """
-    import torch
-
-    def loop() -> None:
-        total = 0
-        for value in range(500_000):
-            total += value & 3
-
-    one = torch.zeros(1, device="cuda")
-
-    def launches() -> None:
-        for _ in range(1000):
-            one.add_(1)
-
-    found = {"threads": float(threading.active_count()), "cores": float(len(os.sched_getaffinity(0)))}
-    for name, work in (("python", loop), ("launches", launches)):
-        samples = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            start, used = time.perf_counter(), time.thread_time()
-            work()
-            samples.append(((time.perf_counter() - start) * 1e3, (time.thread_time() - used) * 1e3))
-        median = statistics.median_low([wall for wall, _ in samples])
-        found[f"{name}_ms"] = round(median, 3)
-        found[f"{name}_cpu_ms"] = round(dict(samples)[median], 3)
-    return found
-
-
-PROLOGUE = "vllm.models.deepseek_v32.attention", ("fused_norm_rope", "fused_q")
-"""The module whose layers call the prologue, and by what names, whosever they are."""
-
-
-def prologue_calls(run: Callable[[], Any]) -> dict[str, float]:
-    """How often a run calls the prologue's functions in Python, and the host's milliseconds inside of them.
-
-    A replayed full graph calls none: there a plug-in cannot be what a decode step waits for.
-    """
-    module, names = importlib.import_module(PROLOGUE[0]), PROLOGUE[1]
-    found = {"calls": 0, "ms": 0.0}
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **more)
-            finally:
-                found["ms"] += (time.perf_counter() - start) * 1e3
-                found["calls"] += 1
-
-        return call
-
-    before = {name: getattr(module, name) for name in names}
-    try:
-        for name, function in before.items():
-            setattr(module, name, timed(function))
-        run()
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)
-    return found
 
 
 def step_times(engine: Any, run: Callable[[], Any]) -> list[tuple[float, float]]:
@@ -372,54 +244,44 @@ def function_times(run: Callable[[], Any]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for entry in profile.getstats():
         code = entry.code
-        name = code if isinstance(code, str) else f"{_inside(code.co_filename)}:{code.co_qualname}"
+        name = code if isinstance(code, str) else f"{engine_probe.inside(code.co_filename)}:{code.co_qualname}"
         rows.append({"function": name[:120], "calls": entry.callcount, "ms": round(entry.inlinetime * 1e3, 4)})
     rows.sort(key=lambda row: -row["ms"])
     return {"host_ms": round(sum([row["ms"] for row in rows]), 3), "functions": rows[:FUNCTIONS]}
 
 
-def kernel_times(run: Callable[[], Any]) -> dict[str, Any]:
-    """GPU milliseconds of a run, and its kernels by time."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-    rows = [
-        {"kernel": event.key[:120], "calls": event.count, "ms": round(event.self_device_time_total / 1e3, 4)}
-        for event in profile.key_averages()
-        if event.self_device_time_total > 0
-    ]
-    rows.sort(key=lambda row: -row["ms"])
-    return {"gpu_ms": round(sum([row["ms"] for row in rows]), 3), "kernels": rows[:KERNELS]}
-
-
 def serve(spec: Spec, result: Result, llm: Any) -> None:
-    """The stock and the plug-in arm."""
-    prompts = Prompts(llm)
-    with watch() as first:
+    """The stock and the plug-in arm. Where there are several ranks, calls, kernels and host are the first one's."""
+    prompts, ranks = Prompts(llm), Ranks(llm)
+
+    def answer() -> None:
         answers = prompts.run([prompts.of(tokens) for tokens in ANSWERED], 32, logprobs=5)
-    result.put(
-        tokens_answered=[list(answer.outputs[0].token_ids) for answer in answers],
-        logprobs=[
-            {str(token): value.logprob for token, value in answer.outputs[0].logprobs[0].items()} for answer in answers
-        ],
-        first_requests=first,
-    )
+        first = [answer.outputs[0].logprobs[0] for answer in answers]
+        result.put(
+            tokens_answered=[list(answer.outputs[0].token_ids) for answer in answers],
+            logprobs=[{str(token): value.logprob for token, value in found.items()} for found in first],
+        )
+
+    result.put(first_requests=together(ranks.during("watch", answer)))
     ttft = {}
     for tokens in spec.tokens:
         samples = prompts.times([prompts.of(tokens)], 1, repeats=7)
         ttft[str(tokens)] = {"ms": statistics.median(samples), "least": min(samples), "most": max(samples)}
         result.put(ttft=ttft)
-    result.put(host=host_speed())
+    result.put(host=ranks.host()[0])
     short = [prompts.of(64) for _ in range(SEQUENCES)]
     one, many = prompts.times(short, 1, repeats=5), prompts.times(short, 65, repeats=5)
     steps = [(run - statistics.median(one)) / 64 for run in many]
     result.put(tpot={"sequences": SEQUENCES, "ms": statistics.median(steps), "least": min(steps), "most": max(steps)})
     decoding = functools.partial(prompts.run, short, 65)
     result.put(decode=decode_steps([step_times(llm.llm_engine, decoding) for _ in range(5)]))
+
+    def first(kind: str, run: list[Any], tokens: int) -> dict[str, Any]:
+        return ranks.during(kind, functools.partial(prompts.run, run, tokens))[0]
+
     medium = [prompts.of(1024)]
-    prefills = [prologue_calls(functools.partial(prompts.run, medium, 1)) for _ in range(5)]
-    prompted, decoded = (prologue_calls(functools.partial(prompts.run, short, count)) for count in (1, 9))
+    prefills = [first("prologue", medium, 1) for _ in range(5)]
+    prompted, decoded = (first("prologue", short, count) for count in (1, 9))
     result.put(
         prologue={
             "prefill_ms": round(statistics.median([prefill["ms"] for prefill in prefills]), 4),
@@ -428,13 +290,10 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
     )
     mixed = [prompts.of(tokens) for tokens in (*ANSWERED, *spec.tokens)]
     prompts.run(mixed, 16)
-    with watch() as served:
-        prompts.run(mixed, 16)
-    result.put(served=served)
+    result.put(served=together(ranks.during("watch", functools.partial(prompts.run, mixed, 16))))
     if spec.profile:
-        longest = [prompts.of(max(spec.tokens))]
-        result.put(profile_prefill=kernel_times(lambda: prompts.run(longest, 1)))
-        one_token, decode = (kernel_times(functools.partial(prompts.run, short, count)) for count in (1, 9))
+        result.put(profile_prefill=first("kernels", [prompts.of(max(spec.tokens))], 1))
+        one_token, decode = (first("kernels", short, count) for count in (1, 9))
         step = (decode["gpu_ms"] - one_token["gpu_ms"]) / 8
         result.put(profile_decode={**decode, "step_ms": round(step, 4)})
         result.put(profile_host=function_times(functools.partial(prompts.run, short, 33)))
@@ -442,24 +301,38 @@ def serve(spec: Spec, result: Result, llm: Any) -> None:
 
 def shadow(spec: Spec, result: Result, llm: Any) -> None:
     """The shadow arm: prompts of every length, then decoding in groups, until there were enough engine steps."""
-    from preattn.integrations.vllm import summary
-
-    prompts = Prompts(llm)
+    prompts, ranks = Prompts(llm), Ranks(llm)
 
     def steps() -> int:
-        tally = summary()["shadow"].get("fused_norm_rope.q latent", {"calls": 0})
-        return int(tally["calls"]) // LAYERS
+        """Steps so far; the tallies are written."""
+        found = ranks.state()
+        calls = found[0]["shadow"].get("fused_norm_rope.q latent", {"calls": 0})["calls"]
+        result.put(shadow=by_rank([state["shadow"] for state in found]))
+        return int(calls) // LAYERS
 
     started = steps()
     for tokens in (*ANSWERED, *spec.tokens):
         prompts.run([prompts.of(tokens)], 4)
-        result.put(steps=steps() - started, shadow=summary()["shadow"])
+        result.put(steps=steps() - started)
     prompts.run([prompts.of(tokens) for tokens in (*ANSWERED, *spec.tokens)], 32)
     while (done := steps() - started) < spec.steps:
         group = (64, 1, 8, 33)[done // 64 % 4]
         prompts.run([prompts.of(length) for length in range(40, 40 + group)], 64)
-        result.put(steps=steps() - started, shadow=summary()["shadow"])
-    result.put(steps=steps() - started, shadow=summary()["shadow"], plans=summary()["plans"])
+        result.put(steps=steps() - started)
+
+
+def together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What :func:`engine_probe.watch` counted, over all ranks."""
+    kinds = ("synchronisations", "compilations")
+    counts = {kind: dict(sum((Counter(rank[kind]) for rank in found), Counter[str]())) for kind in kinds}
+    return {**counts, "of_ours": sum(rank["of_ours"] for rank in found)}
+
+
+def by_rank(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is counted by name, with the rank in front of the name where there are several."""
+    if len(found) == 1:
+        return found[0]
+    return {f"rank {rank}: {name}": value for rank, counted in enumerate(found) for name, value in counted.items()}
 
 
 def arm(spec: Spec) -> None:
@@ -467,17 +340,18 @@ def arm(spec: Spec) -> None:
     result = Result(spec)
     result.put()
     start = time.perf_counter()
-    llm = engine(spec.folder, graphs=spec.graphs, longest=max(spec.tokens))
-    from preattn.kernels import launch
-
-    compiled = launch.compilations()
-    result.put(environment=environment(), start_s=round(time.perf_counter() - start, 1), compiled_at_start=compiled)
+    model = MODELS[spec.model]
+    llm = engine(spec.folder, graphs=spec.graphs, longest=max(spec.tokens), ranks=model.ranks)
+    ranks = Ranks(llm)
+    before = ranks.state()
+    compiled = sum(rank["compiled"] for rank in before)
+    took = round(time.perf_counter() - start, 1)
+    result.put(environment=before[0]["environment"], start_s=took, compiled_at_start=compiled)
     (shadow if spec.arm == "shadow" else serve)(spec, result, llm)
-    result.put(compiled_later=launch.compilations() - compiled)
+    after = ranks.state()
+    result.put(compiled_later=sum(rank["compiled"] for rank in after) - compiled)
     if spec.arm != "stock":
-        from preattn.integrations.vllm import plugin, summary
-
-        result.put(active=plugin.active(), plans=summary()["plans"])
+        result.put(active=all(rank["active"] for rank in after), plans=by_rank([rank["plans"] for rank in after]))
     result.put(complete=True, seconds=round(time.perf_counter() - start, 1))
 
 

@@ -55,15 +55,17 @@ def test_an_unwarmed_call_in_a_capture_says_to_warm_up() -> None:
     call.function(**call.arguments)
 
 
-def test_triton_compiles_nothing_after_the_first_call() -> None:
+def test_triton_compiles_nothing_after_a_call_of_each_step_size() -> None:
+    cases = (MX, V4Case(16, 64, record="v4_fp8", layout="head_major", norm=True, rope=True))
+    for tokens in policy.STEP_SIZES:
+        for case in cases:
+            case.build(tokens, "cuda").run()
     compiled: list[str] = []
-    for case in (MX, V4Case(16, 64, record="v4_fp8", layout="head_major", norm=True, rope=True)):
-        case.build(5, "cuda").run()
     triton.knobs.compilation.listener = lambda **event: compiled.append(str(event.get("src")))
     try:
         before = launch.compilations()
         for tokens in (1, 2, 15, 16, 17, 33, 257, 4096):
-            for case in (MX, V4Case(16, 64, record="v4_fp8", layout="head_major", norm=True, rope=True)):
+            for case in cases:
                 case.build(tokens, "cuda").run()
     finally:
         triton.knobs.compilation.listener = None
