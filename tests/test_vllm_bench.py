@@ -273,6 +273,12 @@ def test_each_rank_is_asked_and_all_are_told_apart(monkeypatch: pytest.MonkeyPat
     assert engine_arm.by_rank([{"a": 1}, {"a": 2}]) == {"rank 0: a": 1, "rank 1: a": 2}
 
 
+def test_a_collective_is_a_kernel_but_no_time_of_the_ranks_own() -> None:
+    found = engine_probe.by_time([("a", 2, 1.0), ("ncclDevKernel_AllReduce", 1, 9.0), ("b", 1, 0.5), ("none", 1, 0.0)])
+    assert found["gpu_ms"] == 1.5
+    assert [row["kernel"] for row in found["kernels"]] == ["ncclDevKernel_AllReduce", "a", "b"]
+
+
 def test_engine_steps_are_timed_one_by_one_and_the_step_put_back() -> None:
     engine = types.SimpleNamespace(step=lambda: time.sleep(0.002))
     step = engine.step

@@ -23,6 +23,8 @@ from typing import Any
 
 KERNELS = 25
 """Kernels of a profile that are kept."""
+COLLECTIVE = "ncclDevKernel"
+"""How the names of NCCL's kernels begin."""
 PROLOGUE = "vllm.models.deepseek_v32.attention", ("fused_norm_rope", "fused_q")
 """The module whose layers call the prologue, and by what names, whosever they are."""
 
@@ -170,19 +172,24 @@ def prologue_calls() -> Iterator[dict[str, float]]:
 
 @contextmanager
 def kernel_times() -> Iterator[dict[str, Any]]:
-    """Within this context, the GPU's milliseconds and its kernels by time."""
+    """Within this context, the GPU's milliseconds and its kernels by time, as :func:`by_time` has them."""
     import torch
 
     found: dict[str, Any] = {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield found
-    rows = [
-        {"kernel": event.key[:120], "calls": event.count, "ms": round(event.self_device_time_total / 1e3, 4)}
-        for event in profile.key_averages()
-        if event.self_device_time_total > 0
-    ]
+    found |= by_time([(event.key, event.count, event.self_device_time_total / 1e3) for event in profile.key_averages()])
+
+
+def by_time(kernels: list[tuple[str, int, float]]) -> dict[str, Any]:
+    """Kernels (name, calls, milliseconds) by time, with their sum.
+
+    Collectives count as kernels but not towards the sum, for most of their time they wait for other ranks.
+    """
+    rows = [{"kernel": name[:120], "calls": calls, "ms": round(ms, 4)} for name, calls, ms in kernels if ms > 0]
     rows.sort(key=lambda row: -row["ms"])
-    found |= {"gpu_ms": round(sum([row["ms"] for row in rows]), 3), "kernels": rows[:KERNELS]}
+    own = sum([row["ms"] for row in rows if not row["kernel"].startswith(COLLECTIVE)])
+    return {"gpu_ms": round(own, 3), "kernels": rows[:KERNELS]}
 
 
 KINDS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {
