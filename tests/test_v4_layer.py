@@ -114,6 +114,7 @@ def test_a_wrong_replay_a_wrong_writer_and_none_end_the_run(bench: Any, monkeypa
 def test_the_committed_run() -> None:
     found = v4_layer.read_v4_layer(Path(__file__).parents[1] / "results" / "v4_layer.json")
     lines = v4_layer.table(found.rows).splitlines()
-    assert lines[0].startswith("| model | wq_b | heads | 1,024 tokens | 4,096 tokens | 16,384 tokens |")
+    sizes = "64 tokens | 1,024 tokens | 4,096 tokens | 16,384 tokens | host, 32 tokens"
+    assert lines[0] == f"| model | wq_b | heads | {sizes} | differing |"
     assert len(lines) == 2 + len({(row.model, row.weight, row.heads) for row in found.rows})
     assert found.header["clock"] and all(row.differing < row.elements for row in found.rows)

@@ -225,7 +225,7 @@ def test_the_prologues_calls_are_counted_and_put_back(monkeypatch: pytest.Monkey
         return x + 1
 
     module = types.SimpleNamespace(fused_norm_rope=fused_q, fused_q=fused_q)
-    monkeypatch.setitem(sys.modules, engine_probe.PROLOGUE[0], module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, engine_probe.PROLOGUE[0], module)
     with engine_probe.prologue_calls() as found:
         assert [module.fused_q(1), module.fused_norm_rope(2)] == [2, 3]
     assert found["calls"] == 2 and found["ms"] > 0

@@ -186,10 +186,10 @@ def by_time(kernels: list[tuple[str, int, float]]) -> dict[str, Any]:
 
     Collectives count as kernels but not towards the sum, for most of their time they wait for other ranks.
     """
-    rows = [{"kernel": name[:120], "calls": calls, "ms": round(ms, 4)} for name, calls, ms in kernels if ms > 0]
-    rows.sort(key=lambda row: -row["ms"])
-    own = sum([row["ms"] for row in rows if not row["kernel"].startswith(COLLECTIVE)])
-    return {"gpu_ms": round(own, 3), "kernels": rows[:KERNELS]}
+    ordered = sorted([kernel for kernel in kernels if kernel[2] > 0], key=lambda kernel: -kernel[2])
+    own = sum([ms for name, _, ms in ordered if not name.startswith(COLLECTIVE)])
+    rows = [{"kernel": name[:120], "calls": calls, "ms": round(ms, 4)} for name, calls, ms in ordered[:KERNELS]]
+    return {"gpu_ms": round(own, 3), "kernels": rows}
 
 
 KINDS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {

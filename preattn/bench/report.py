@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from .. import policy
 from ..geometry import geometry
-from . import engine, transformers
-from .results import Clock, Header, Results, Row, read_all, read_parallel, read_transformers
+from . import engine, transformers, v4_layer
+from .results import Clock, Header, Results, Row, read_all, read_parallel, read_transformers, read_v4_layer
 
 NOTHING = "*Not measured yet.*"
 ROOT = Path(__file__).parents[2]
@@ -420,6 +420,21 @@ def render_transformers(path: Path = TRANSFORMERS) -> str:
     return f"{transformers.table(found.rows)}\n\n{caption}"
 
 
+V4_LAYER = ROOT / "results" / "v4_layer.json"
+
+
+def render_v4_layer(path: Path = V4_LAYER) -> str:
+    """vLLM's V4 layers from latents to query and cache, as ``bench.v4_layer`` measured them."""
+    if not path.exists():
+        return NOTHING
+    found = read_v4_layer(path)
+    head = found.header
+    versions = (head[name] for name in ("device", "driver", "torch", "triton", "vllm", "clock"))
+    where = "{}, driver {}, torch {}, Triton {}, vLLM {}, {}".format(*versions)
+    caption = f"Median microseconds, the engine's → ours; {where}, preattn {head['commit'][:10]}, {head['date']}."
+    return f"{v4_layer.table(found.rows)}\n\n{caption}"
+
+
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -429,6 +444,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "engine": render_engine,
     "engine_tables": render_engine_tables,
     "transformers": render_transformers,
+    "v4_layer": render_v4_layer,
 }
 """What is not a table of arms: drawn of the plans, or of runs of several GPUs and of engines."""
 

@@ -48,8 +48,9 @@ BLOCK_SIZE = 64
 TIMED_TOKENS = 64
 """Tokens from which the GPU's time is taken; below, the host's."""
 REPLAYED_TOKENS = 64
-TABLE_TOKENS = (1024, 4096, 16384)
-TOKENS = (1, 31, 32, 64, 257, *TABLE_TOKENS)
+HOST_TOKENS = 32
+TABLE_TOKENS = (64, 1024, 4096, 16384)
+TOKENS = (1, 31, HOST_TOKENS, 257, *TABLE_TOKENS)
 FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 
 Arms = Mapping[str, Callable[[], Tensor]]
@@ -58,16 +59,18 @@ Arms = Mapping[str, Callable[[], Tensor]]
 def table(rows: Sequence[V4Step]) -> str:
     """A line for each model, weight and head count, in Markdown: microseconds, the engine's first.
 
-    The last column is the largest number of the query's elements that differ, over all sizes.
+    Then the host's for an eager step, and the largest number of the query's elements that differ, over all sizes.
     """
+    sizes = " | ".join(f"{tokens:,} tokens" for tokens in TABLE_TOKENS)
     lines = [
-        "| model | wq_b | heads | " + " | ".join(f"{tokens:,} tokens" for tokens in TABLE_TOKENS) + " | differing |",
-        "|---|---|---:|" + "---:|" * len(TABLE_TOKENS) + "---:|",
+        f"| model | wq_b | heads | {sizes} | host, {HOST_TOKENS} tokens | differing |",
+        "|---|---|---:|" + "---:|" * len(TABLE_TOKENS) + "---:|---:|",
     ]
     for case in dict.fromkeys((row.model, row.weight, row.heads) for row in rows):
         mine = [row for row in rows if (row.model, row.weight, row.heads) == case]
-        times = {row.tokens: f"{row.us['vllm']:,.1f} → {row.us['preattn']:,.1f}" for row in mine if row.us}
-        cells = " | ".join(times.get(tokens, "–") for tokens in TABLE_TOKENS)
+        known = {row.tokens: row.us or row.host_us for row in mine}
+        times = {tokens: f"{us['vllm']:,.1f} → {us['preattn']:,.1f}" for tokens, us in known.items()}
+        cells = " | ".join(times.get(tokens, "–") for tokens in (*TABLE_TOKENS, HOST_TOKENS))
         most = max(row.differing for row in mine)
         model, weight, heads = case
         lines.append(f"| {model} | {weight} | {heads} | {cells} | {most or 'none'} |")
