@@ -95,6 +95,16 @@ def test_a_planted_difference_ends_the_run(bench: Any, monkeypatch: Any, mark: s
         bench(model)
 
 
+def test_what_the_plug_in_leaves_to_the_engine_is_compared_all_the_same(bench: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(projection, "EAGER_TOKENS", 8)
+    assert [row["differing"] for row in bench()] == [0, 0]
+    plans = summary()["plans"][next(iter(plugin_v4.OPS))]
+    assert set(plans) == {"quant_insert, in place", "the engine's own"}, "timed as it is served"
+    monkeypatch.setattr(stub, "MARK", "query")
+    with pytest.raises(CheckFailed, match=MANY):
+        bench()
+
+
 def test_a_wrong_replay_a_wrong_writer_and_none_end_the_run(bench: Any, monkeypatch: Any) -> None:
     def write(linear: Any, latent: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(linear(latent)).view(torch.int16)[0, 0] ^= 1

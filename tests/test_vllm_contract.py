@@ -32,6 +32,7 @@ VERSION = os.environ.get("PREATTN_VLLM", plugin.VERSIONS[-1])
 KERNELS, ATTENTION, FLASHMLA = layers.KERNELS, layers.ATTENTION, layers.FLASHMLA
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 WORKSPACE = "vllm.v1.worker.workspace"
+ENVS = "vllm.envs"
 JIT_WARMUP = "vllm.model_executor.warmup.jit_warmup"
 LOADER = "vllm.plugins"
 V4, V41 = v4.MODELS
@@ -123,7 +124,7 @@ def path_of(module: str) -> str:
 
 def sources() -> Path:
     """The folder with the release's sources; skips, with the reason, where they cannot be had."""
-    more = {path_of(module) for module in (V4_SPARSE, V41_SPARSE, V41_MEGA)} | set(BACKEND_FILES)
+    more = {path_of(module) for module in (V4_SPARSE, V41_SPARSE, V41_MEGA, ENVS)} | set(BACKEND_FILES)
     members = sorted({path_of(module) for module in FUNCTIONS} | more)
     return release_sources.sources("vllm", VERSION, members)
 
@@ -432,6 +433,15 @@ def test_no_v4_layer_is_compiled(module: str) -> None:
     assert "support_torch_compile" not in source(module)[0]
 
 
+@pytest.mark.parametrize("module", [V4, V41])
+def test_a_v4_layer_leaves_the_graph_in_a_mixed_step(module: str) -> None:
+    """Why its short steps are not ours: the eager break holds the projection and the operator."""
+    node = find(module, "DeepseekV4Attention._prepare_and_attn_eager")
+    assert node is not None and "eager_break_during_capture" in {ast.unparse(d) for d in node.decorator_list}
+    node = find(module, "DeepseekV4Attention._prepare_and_attn")
+    assert node is not None and "self._wq_b_proj(" in ast.unparse(node)
+
+
 def test_what_the_projection_looks_at_is_called_that() -> None:
     assert "self._gemm_impl = dispatch_unquantized_gemm(" in source(LINEAR)[0]
     for module, name in ((DEEP_GEMM, "DeepGemmFp8BlockScaledMMKernel"), (FLASHINFER, "FlashInferFp8DeepGEMMDynamic")):
@@ -439,6 +449,7 @@ def test_what_the_projection_looks_at_is_called_that() -> None:
     node = find(FLASHINFER, "_dynamic_flashinfer_deepgemm_blockscale_gemm_impl")
     assert node is not None and f"condition = input.shape[0] < {projection.FLASHINFER_TOKENS}" in ast.unparse(node)
     assert 'layer.register_parameter("weight_scale_inv", scale)' in source(FP8)[0]
+    assert "VLLM_BATCH_INVARIANT: bool" in source(ENVS)[0]
     assert "max_num_batched_tokens" in source(V4)[0] and "max_num_batched_tokens" in source(V41)[0]
 
 

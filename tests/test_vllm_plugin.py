@@ -892,10 +892,29 @@ def marked(*args: Any) -> Tensor:
 MARK: str | None = None
 
 
+ENGINES: list[str] = []
+"""The engine's own operators, as they ran."""
+
+
+def engines_own(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours as the engine's own operator, which takes steps of every size."""
+
+    def run(*args: Any) -> Any:
+        ENGINES.append(name)
+        before, projection.EAGER_TOKENS = projection.EAGER_TOKENS, 0
+        try:
+            return ours(*args)
+        finally:
+            projection.EAGER_TOKENS = before
+
+    return run
+
+
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """The engine's four operators on the CPU; the first puts a mark where it ran."""
     monkeypatch.setattr(plugin_v4, "NAMESPACE", "preattn_test_C")
+    monkeypatch.setattr(projection, "EAGER_TOKENS", 0)  # steps of a test are short
     step = "Tensor slot_mapping, Tensor position_ids, Tensor cos_sin_cache"
     schemas = {
         "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert": f"(Tensor q_in, Tensor kv, Tensor(a!) k_cache, {step}, "
@@ -913,7 +932,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]
     for name, schema in schemas.items():
         library.define(name + schema)
         own = plugin_v4.OPS[name] if name != next(iter(schemas)) else marked
-        library.impl(name, own, "CPU")
+        library.impl(name, engines_own(name, own), "CPU")
         torch.library._impls.discard(f"preattn_test_C/{name}/CPU")  # the engine's are compiled, unknown to Python
     yield lambda name: getattr(torch.ops.preattn_test_C, name)
     plugin_v4.restore()
@@ -1100,6 +1119,77 @@ def test_a_v4_layer_gives_the_same_bytes_without_the_copy(
         assert buffer is not None and found.data_ptr() == buffer.data_ptr() and op == "quant_insert, in place"
         assert not buffer[:, 4:].any() and not torch.signbit(buffer[:, 4:]).any()
         assert plan.startswith("model.layers.0.attn: in the buffer, 4 of 16 heads, ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "on_gpu", "variable", "expected"),
+    [
+        (3, False, None, True),
+        (4, False, None, True),
+        (5, False, None, False),
+        (3, True, None, False),
+        (3, False, "PREATTN_SHADOW", False),
+        (3, False, "VLLM_BATCH_INVARIANT", False),
+    ],
+)
+def test_a_short_step_in_no_graph_is_left_to_the_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, on_gpu: bool, variable: str | None, expected: bool
+) -> None:
+    """On a GPU, as it is here, the stream is being captured."""
+    monkeypatch.setattr(projection, "EAGER_TOKENS", 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+        unregister()
+    step: Any = SimpleNamespace(shape=(tokens, 8, 512), is_cuda=on_gpu)
+    assert projection.left_to_engine(step) is expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [4, 16])
+def test_a_short_v4_step_runs_the_engines_own_and_finds_all_made_for_a_graph(
+    v4_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+    expected = [v4_layer(heads=heads)(*v4_inputs(tokens)) for tokens in (3, 5)]
+    v4_engine()
+    monkeypatch.setattr(projection, "EAGER_TOKENS", 4)
+    monkeypatch.setitem(globals(), "MARK", "query")  # where the engine's own operator runs
+    layer = v4_layer(heads=heads)
+    short = layer(*v4_inputs(3))
+    assert (short != expected[0]).nonzero().tolist() == [[1, 2, 3]]
+    assert summary()["plans"][name] == {"the engine's own": 1}
+    (kind,) = plugin_v4._warm
+    if heads == 4:
+        buffer = query_buffer()
+        assert buffer is not None and not buffer.any(), "a capture that comes next may not make it"
+        assert summary()["plans"]["wq_b"] == {
+            "model.layers.0.attn: the engine's own: no graph, and at most 4 tokens": 1
+        }
+    assert torch.equal(layer(*v4_inputs(5)), expected[1])
+    assert plugin_v4._warm == {kind}, "compiled at the short step already"
+
+
+def test_short_steps_of_every_operator_are_the_engines(
+    engine: Path, operators: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, kv, *step = _v4_step()
+    pages, records = torch.zeros(2, 64 * 584, dtype=torch.uint8), torch.zeros(2, 64, 584, dtype=torch.uint8)
+    plain, codes = torch.zeros(2, 64, 512).bfloat16(), torch.zeros(2, 64, 512).to(torch.float8_e4m3fn)
+    scale, out = torch.tensor([1.0]), torch.empty(3, 8, 512, dtype=torch.float8_e4m3fn)
+    arguments: list[tuple[Any, ...]] = [
+        (query, kv, pages, *step, 64, 1e-6, 64),
+        (query.clone(), kv, plain, *step, 1e-6, 64),
+        (query, kv, out, codes, *step, scale, scale, 1e-6, 64),
+        (kv, records, *step, 64),
+    ]
+    plugin_v4.override("CPU")
+    for longest, expected in ((2, []), (3, list(plugin_v4.OPS))):
+        monkeypatch.setattr(projection, "EAGER_TOKENS", longest)
+        ENGINES.clear()
+        for name, args in zip(plugin_v4.OPS, arguments, strict=True):
+            assert (operators(name)(*args) is None) == (name != next(iter(plugin_v4.OPS)))
+        assert [*ENGINES] == expected
 
 
 @torch.no_grad()

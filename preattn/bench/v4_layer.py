@@ -14,8 +14,8 @@ constructors, which want a whole configuration; weights are random. What runs is
 Everything is compared before it is timed, and a bit that differs where none may ends the run; V4's query norm adds up
 in another order and may round as :data:`preattn.differences.NORM_FLIPS` says. Steps of :data:`TIMED_TOKENS` and more
 are timed on the GPU: with the plug-in out, or in, each arm is captured, and then all are replayed in turns with a cold
-L2. Of smaller steps the host's time for an eager call is taken, one arm after the other. A captured step of
-:data:`REPLAYED_TOKENS` is also replayed on other inputs.
+L2. Of smaller steps the host's time for an eager call is taken, one arm after the other, with the engine's own methods
+where the plug-in leaves the step to them. A captured step of :data:`REPLAYED_TOKENS` is also replayed on other inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -271,6 +272,16 @@ def arms_of(layer: Any, step: Step, switch: Switch) -> dict[str, Callable[[], Te
     return {"projection": arm(project, False), "vllm": arm(prologue, False), "preattn": arm(prologue, True)}
 
 
+@contextmanager
+def ours_at_every_size() -> Iterator[None]:
+    """Within this context no step is left to the engine, so that what is compared is ours."""
+    before, projection.EAGER_TOKENS = projection.EAGER_TOKENS, 0
+    try:
+        yield
+    finally:
+        projection.EAGER_TOKENS = before
+
+
 # -- comparing and timing --------------------------------------------------------------------------------------
 
 
@@ -345,14 +356,16 @@ def measure(case: Case, tokens: Sequence[int], device: str = "cuda") -> list[dic
         for count in tokens:
             step = random_step(count, most, seed=count, device=device)
             arms = arms_of(layer, step, switch)
-            row = compare(case, layer, step, arms)
+            with ours_at_every_size():
+                row = compare(case, layer, step, arms)
             on_gpu = count >= TIMED_TOKENS
             times = timing.cold(arms) if on_gpu else timing.host(arms)
             us = {name: round(arm.median_us, 3) for name, arm in times.items()}
             row |= {"us": us if on_gpu else {}, "host_us": {} if on_gpu else us}
             if count == REPLAYED_TOKENS:
                 other = random_step(count, most, seed=count + 1, device=device)
-                row["replay_equal"] = replays(layer, step, other, arms["preattn"])
+                with ours_at_every_size():
+                    row["replay_equal"] = replays(layer, step, other, arms["preattn"])
                 if not row["replay_equal"]:
                     raise run.CheckFailed(f"{case.name}: a captured step differs, replayed on other inputs")
             rows.append(row)

@@ -14,7 +14,7 @@ layer are on one stream, and attention only reads the query, so that the next la
 more.
 
 A layer whose ``wq_b`` is multiplied by something that allocates its own result keeps the engine's projection and the
-operator that copies.
+operator that copies. A short step outside a CUDA graph keeps both of the engine's (:func:`left_to_engine`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...policy import SMALL_STEP
 from ...v4 import HEAD_DIM
 from . import report, shadow
 from .layers import persistent
@@ -45,6 +46,8 @@ FLASHINFER = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
 DEEP_GEMM_CALL = "vllm.utils.deep_gemm"
 WORKSPACE = "vllm.v1.worker.workspace"
 
+EAGER_TOKENS = SMALL_STEP
+"""Tokens of the longest step that is left to the engine where no graph holds it."""
 FLASHINFER_TOKENS = 32
 """Tokens from which the kernel that chooses between FlashInfer and DeepGEMM takes DeepGEMM."""
 
@@ -103,6 +106,21 @@ def patch(module: ModuleType, patches: Patches) -> None:
         setattr(engine, name, own)
 
 
+def left_to_engine(step: Tensor) -> bool:
+    """Whether a step of ``step.shape[0]`` tokens runs the engine's own projection and operators.
+
+    A short step waits for the host, where an operator in Python costs more than a compiled one and the copy is small.
+    In a graph the host does not count. Shadow mode compares ours at every size, and where the engine promises bits that
+    do not depend on the batch, they must not depend on its length either (V4's norm may round otherwise).
+    """
+    return (
+        step.shape[0] <= EAGER_TOKENS
+        and not (step.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not shadow.active()
+        and not import_module("vllm.envs").VLLM_BATCH_INVARIANT
+    )
+
+
 # -- the projection --------------------------------------------------------------------------------------------
 
 
@@ -112,9 +130,13 @@ def project(own: Callable[..., Tensor], layer: Any, qr: Any, qr_scale: Tensor | 
     writer = writer_of(layer)
     reason = writer if isinstance(writer, str) else _unfit(layer, writer, qr, qr_scale)
     buffer, heads = None if reason is not None else query_buffer(layer), layer.n_local_heads
-    if isinstance(writer, str) or buffer is None:
+    if reason is None and buffer is None:
+        reason = "no buffer for this microbatch"
+    if reason is None and left_to_engine(qr):  # a buffer is made all the same: a capture may not make one
+        reason = f"no graph, and at most {EAGER_TOKENS} tokens"
+    if isinstance(writer, str) or buffer is None or reason is not None:
         if report.tracing():
-            report.count("wq_b", f"{layer.prefix}: the engine's own: {reason or 'no buffer for this microbatch'}")
+            report.count("wq_b", f"{layer.prefix}: the engine's own: {reason}")
         return own(layer, qr, qr_scale)
     live = buffer[: qr.shape[0], :heads].flatten(1)
     writer.write(layer.wq_b, qr, live)

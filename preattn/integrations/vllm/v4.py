@@ -5,7 +5,8 @@ every caller, compiled or not, gets ours; :func:`restore` takes the override awa
 over its own query, which is finished where it lies (:mod:`.projection`).
 
 An operator's first call with arguments of a new kind compiles that kind for small and large steps. The engine makes
-such calls in its warm-up before it captures a graph.
+such calls in its warm-up before it captures a graph. Short steps outside a graph are left to the engine's own operators
+(:func:`.projection.left_to_engine`): such a call of ours returns ``NotImplemented``.
 """
 
 from __future__ import annotations
@@ -85,13 +86,26 @@ def _kernel(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
 
             cause = failure.__cause__
             plugin.refuse(f"{type(cause).__name__} while compiling for {name}: {cause}", trace=True)
-            return own.call_boxed(keys, args[0].contiguous(), *args[1:])
+            result = NotImplemented
         if report.tracing():
-            in_place = result is not None and result.numel() > 0 and result.data_ptr() == args[0].data_ptr()
-            report.count(name, ours.__name__.strip("_") + (", in place" if in_place else ""))
-        return result
+            report.count(name, _plan(ours, args[0], result))
+        return _engines(own, keys, args) if result is NotImplemented else result
 
     return run
+
+
+def _engines(own: Any, keys: torch.DispatchKeySet, args: tuple[Any, ...]) -> Any:
+    """The engine's own operator; its query's rows are compact, and the query buffer's are not."""
+    query = args[0] if projection.thread.buffer is None else args[0].contiguous()
+    return own.call_boxed(keys, query, *args[1:])
+
+
+def _plan(ours: Callable[..., Any], query: Tensor, result: Any) -> str:
+    """How a call ran, for the trace."""
+    if result is NotImplemented:
+        return "the engine's own"
+    in_place = result is not None and result.numel() > 0 and result.data_ptr() == query.data_ptr()
+    return ours.__name__.strip("_") + (", in place" if in_place else "")
 
 
 # -- the operators, with the engine's signatures ---------------------------------------------------------------
@@ -111,7 +125,7 @@ def _quant_insert(
     kv_mxfp8: bool = False,
     apply_q_rope: bool = True,
     is_q_interleaved: bool = False,
-) -> Tensor:
+) -> Any:
     owned = not is_q_interleaved and projection.owned(q_in)
     return _query_kv(
         q_in,
@@ -140,10 +154,10 @@ def _bf16_insert(
     eps: float,
     cache_block_size: int,
     apply_q_norm: bool = True,
-) -> None:
+) -> Any:
     norm = eps if apply_q_norm else None
     step = (slot_mapping, position_ids, cos_sin_cache)
-    _query_kv(q, kv, k_cache, *step, record="bf16", query_rope=True, query_norm_eps=norm, out=q)
+    return _written(_query_kv(q, kv, k_cache, *step, record="bf16", query_rope=True, query_norm_eps=norm, out=q))
 
 
 def _fp8_insert(
@@ -159,20 +173,22 @@ def _fp8_insert(
     eps: float,
     cache_block_size: int,
     apply_q_norm: bool = True,
-) -> None:
-    _query_kv(
-        q,
-        kv,
-        k_cache,
-        slot_mapping,
-        position_ids,
-        cos_sin_cache,
-        record="fp8",
-        query_rope=True,
-        query_norm_eps=eps if apply_q_norm else None,
-        query_scale_inv=q_fp8_scale_inv,
-        kv_scale=fp8_scale,
-        out=q_fp8,
+) -> Any:
+    return _written(
+        _query_kv(
+            q,
+            kv,
+            k_cache,
+            slot_mapping,
+            position_ids,
+            cos_sin_cache,
+            record="fp8",
+            query_rope=True,
+            query_norm_eps=eps if apply_q_norm else None,
+            query_scale_inv=q_fp8_scale_inv,
+            kv_scale=fp8_scale,
+            out=q_fp8,
+        )
     )
 
 
@@ -185,7 +201,7 @@ def _kv_insert(
     cache_block_size: int,
     fp8_scale: Tensor | None = None,
     kv_mxfp8: bool = False,
-) -> None:
+) -> Any:
     record = _record(k_cache, kv_mxfp8)
     cache = _paged(k_cache, record, cache_block_size)
     options: dict[str, Any] = {"record": record, "kv_scale": fp8_scale if record == "fp8" else None}
@@ -196,7 +212,9 @@ def _kv_insert(
         v4.kv_insert(_rows(kv, tokens), cache, _rows(step[0], tokens), _rows(step[1], tokens), cos_sin_cache, **options)
 
     _compile(kind, held)
-    v4.kv_insert(kv, cache, *step, cos_sin_cache, **options)
+    if projection.left_to_engine(kv):
+        return NotImplemented
+    return v4.kv_insert(kv, cache, *step, cos_sin_cache, **options)
 
 
 OPS: dict[str, Callable[..., Any]] = {
@@ -222,8 +240,10 @@ def _query_kv(
     out: Tensor | None = None,
     owned: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """:func:`preattn.v4.query_kv_insert`, compiled for small and large steps where its kind is new.
+
+    ``NotImplemented``, and nothing is written, where the step is the engine's.
 
     A step of a query that its layer owns may be in place and the next one not (:attr:`.projection.Writer.least`): both
     are compiled at the first of either.
@@ -250,7 +270,14 @@ def _query_kv(
             v4.query_kv_insert(into[:, : query.shape[1]], _rows(kv, tokens), cache, *where, table, out=into, **options)
 
     _compile(kind, held)
+    if projection.left_to_engine(query):
+        return NotImplemented
     return v4.query_kv_insert(query, kv, cache, *step, table, out=out, **options)
+
+
+def _written(result: Any) -> Any:
+    """What an operator returns that writes into its arguments: nothing, where it has run."""
+    return NotImplemented if result is NotImplemented else None
 
 
 def _compile(kind: tuple[Any, ...], call: Callable[[int], None]) -> None:
