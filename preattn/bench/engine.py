@@ -241,7 +241,7 @@ def report(runs: list[Run]) -> str:
                 for arm in ("stock", "plugin")
             }
             if any(arms.values()):
-                title = f"**{model}, {'CUDA graphs' if graphs else 'eager'}**, {_rounds(arms)}"
+                title = f"**{model}, {'CUDA graphs' if graphs else 'eager'}**, {_rounds(arms)}, {_commits(arms)}"
                 parts += [f"{title}\n\n{_times(arms)}", *_profiles(arms)]
         parts += [_shadow(run) for run in runs if run["model"] == model and run["arm"] == "shadow"]
     parts.append("\n".join(dict.fromkeys(_where(run["environment"]) for run in runs if "environment" in run)))
@@ -295,6 +295,12 @@ def _gpu_ms(run: Run) -> float | None:
 def _rounds(arms: dict[str, list[Run]]) -> str:
     counts = {len(found) for found in arms.values()}
     return f"{max(counts)} process{'es' if max(counts) > 1 else ''} of each" if len(counts) == 1 else "unpaired"
+
+
+def _commits(arms: dict[str, list[Run]]) -> str:
+    """Which preattn the arms ran beside, or as."""
+    every = [run["environment"]["commit"][:10] for found in arms.values() for run in found if "environment" in run]
+    return f"preattn {', '.join(dict.fromkeys(every))}"
 
 
 def _where(environment: dict[str, Any]) -> str:
@@ -381,7 +387,7 @@ class _Profile:
     least: float = 0.005
 
     def name(self, row: dict[str, Any]) -> str:
-        return _kernel(row["kernel"]) if self.rows == "kernels" else str(row["function"])
+        return _kernel(row["kernel"]) if self.rows == "kernels" else _function(row["function"])
 
 
 _PROFILES = (
@@ -410,6 +416,11 @@ def _profiles(arms: dict[str, list[Run]]) -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def _function(name: str) -> str:
+    """A Python function without where its package lies, and without an address, which is another in every process."""
+    return re.sub(r" at 0x[0-9a-f]+|^.*(?=\btriton/)", "", name)
+
+
 def _kernel(name: str) -> str:
     """A kernel's name without its return type, namespaces, template arguments and parameters."""
     name = re.sub(r"^std::enable_if<.*::type ", "", name)
@@ -421,7 +432,7 @@ def _kernel(name: str) -> str:
 def _shadow(run: Run) -> str:
     """The tallies of a shadow arm."""
     lines = [
-        f"**{run['model']}, shadow mode**, {run.get('steps', 0):,} engine steps",
+        f"**{run['model']}, shadow mode**, {run.get('steps', 0):,} engine steps, {_commits({'shadow': [run]})}",
         "",
         "| output | calls | elements | mismatches | norm roundings | scale edges | division edges |",
         "|---|---:|---:|---:|---:|---:|---:|",

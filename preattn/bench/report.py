@@ -267,7 +267,7 @@ TABLES = (
     Table(
         "dsa_absorb",
         (_ALL_HEADS, _TOKENS),
-        _lines((1024, 4096, 16384), [(16, 16), (64, 64), (128, 128)]),
+        _lines((64, 256, 1024, 4096, 16384), [(16, 16), (64, 64), (128, 128)]),
         _against(_ABSORBED, {"bmm and pack": "bmm_then_pack"}, "cold", "absorbed")[:-1],
     ),
     Table(
