@@ -10,6 +10,7 @@ import ast
 import importlib
 import logging
 import math
+import multiprocessing
 import os
 import re
 import subprocess
@@ -162,7 +163,11 @@ def plain(heads: int = 16, *, stores: bool = True) -> list[Tensor]:
 # -- when it acts ----------------------------------------------------------------------------------------------
 
 
-def test_registering_imports_no_model_and_does_not_touch_cuda(engine: Path) -> None:
+def test_registering_imports_no_model_and_does_not_touch_cuda(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialise() -> None:
+        raise AssertionError("CUDA is initialised")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)  # a machine without a GPU never is
     register()
     register()  # every process of the engine may do so several times
     loaded = [name for name in sys.modules if name.startswith("vllm.")]
@@ -259,6 +264,31 @@ def test_another_plug_in_that_holds_a_name_is_named(engine: Path, caplog: pytest
     assert f"{layers.KERNELS}.fused_q is not {layers.KERNELS}'s own: {__name__}." in line and __file__ in line
 
 
+@pytest.mark.parametrize("name", ["torch", "current_workspace_manager"])
+def test_another_plug_in_that_holds_what_a_module_imported_is_named(
+    engine: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    attention, _, backend = model()
+    owner = attention if name == "torch" else backend
+    setattr(owner, name, theirs := SimpleNamespace(__name__="theirs", __module__="another"))
+    register()
+    assert getattr(owner, name) is theirs and not plugin.active()
+    (line,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert f"{owner.__name__}.{name} is not" in line and "another." in line
+
+
+def test_a_layer_that_is_built_says_who_has_replaced_a_name_since(
+    engine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register()
+    attention, _, _ = model()
+    attention.fused_q = len
+    a_layer()
+    a_layer()
+    lines = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(lines) == 1 and lines[0].startswith(f"preattn no longer holds {layers.ATTENTION}.fused_q, replaced by")
+
+
 def test_another_plug_in_that_comes_later_is_named(engine: Path) -> None:
     register()
     attention, _, _ = model()
@@ -336,7 +366,7 @@ def test_the_lines_that_the_document_explains_are_the_plug_ins() -> None:
     text = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
     section = text.partition("### Troubleshooting")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    assert len(lines) == 19
+    assert len(lines) == 20
     for line in lines:
         fixed = re.sub(r"\b(NAME|MODULE|LAYER|N)\b|0\.33\.0|_C(?=::)|CUDA(?= by)|fused_norm_rope", "...", line)
         pattern = ".*".join(re.escape(part) for part in fixed.split("..."))
@@ -1075,7 +1105,7 @@ def v4_inputs(tokens: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, T
 
 def query_buffer() -> Tensor | None:
     """The buffer that the plug-in has asked the workspace manager for."""
-    persistent = importlib.import_module(projection.WORKSPACE).manager.persistent
+    persistent = importlib.import_module(layers.WORKSPACE).manager.persistent
     return next(iter(persistent.values()), None)
 
 
@@ -1512,7 +1542,7 @@ def test_a_locked_workspace_leaves_the_engines_own_query(
     inputs = v4_inputs()
     expected = v4_layer()(*inputs)
     v4_engine()
-    manager = importlib.import_module(projection.WORKSPACE).current_workspace_manager()
+    manager = importlib.import_module(layers.WORKSPACE).current_workspace_manager()
     monkeypatch.setattr(manager, "get_persistent", locked)
     layer = v4_layer()
     assert torch.equal(layer(*inputs), expected)
@@ -1558,3 +1588,32 @@ def test_the_releases_own_kernels_agree_in_the_interpreter(tmp_path: Path) -> No
     script = Path(__file__).with_name("vllm_interpreted.py")
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- workers ---------------------------------------------------------------------------------------------------
+
+
+def _worker(log: str) -> None:
+    """What a process of the engine does: it counts, and ends."""
+    logging.basicConfig(filename=log, level=logging.INFO, force=True)
+    report.count("fused_q", "packed")
+    shadow.compare("fused_q", "main query", "layer 3", torch.zeros(1, 2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_says_at_exit_what_it_has_counted_itself(
+    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setenv("PREATTN_TRACE", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    report.tracing.cache_clear()
+    report.count("fused_q", "the parent's")
+    worker = multiprocessing.get_context(method).Process(target=_worker, args=(str(tmp_path / "log"),))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    name = f"process {worker.pid}"
+    assert f"INFO:vllm.preattn:preattn trace, {name}: fused_q: packed: 1 calls" in lines
+    assert any(f"shadow, {name}: fused_q: main query: 1 calls, 1 mismatches" in line for line in lines)
+    assert not any("the parent's" in line for line in lines)

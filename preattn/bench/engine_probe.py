@@ -27,10 +27,17 @@ COLLECTIVE = "ncclDevKernel"
 """How the names of NCCL's kernels begin."""
 PROLOGUE = "vllm.models.deepseek_v32.attention", ("fused_norm_rope", "fused_q")
 """The module whose layers call the prologue, and by what names, whosever they are."""
+CUTEDSL = "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl"
+"""A module that the stock ``fused_q`` imports, and that does not import without CuTeDSL."""
 
 
 class Probe:
     """What a worker answers. Names are long since the worker's own class has many."""
+
+    def init_worker_extension(self) -> None:
+        """The engine's hook, called of a worker that has its device and not yet its model."""
+        if importlib.util.find_spec("cutlass") is None:
+            _stand_in_for_cutedsl()
 
     def probe_begin(self, kind: str) -> None:
         """Begin to measure: one of :data:`KINDS`."""
@@ -44,11 +51,11 @@ class Probe:
         return found
 
     def probe_state(self) -> dict[str, Any]:
-        """Versions, our kernels compiled so far and, where the plug-in is in, whether all its patches hold."""
+        """Versions, our kernels compiled so far and, where plug-ins are loaded, whether all patches of ours hold."""
         from ..kernels import launch
 
         found = {"environment": environment(), "compiled": launch.compilations()}
-        if os.environ.get("VLLM_PLUGINS"):
+        if os.environ.get("VLLM_PLUGINS") != "":  # unset, the engine loads all
             from ..integrations.vllm import plugin, summary
 
             found |= {"active": plugin.active(), **summary()}
@@ -74,7 +81,10 @@ class Ranks:
         return self._ask("probe_host")
 
     def during(self, kind: str, run: Callable[[], Any]) -> list[dict[str, Any]]:
-        """What each rank finds while ``run`` runs here, of one of :data:`KINDS`."""
+        """What each rank finds while ``run`` runs here, of one of :data:`KINDS`.
+
+        It is ended where ``run`` raises, too; a rank that cannot begin is the engine's end.
+        """
         self._ask("probe_begin", kind)
         try:
             run()
@@ -247,11 +257,6 @@ def inside(filename: str) -> str:
 
 def _stand_in_for_cutedsl() -> None:
     """The stock ``fused_q`` imports a CuTeDSL module before it asks for the device; below SM100 it never uses it."""
-    name = "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl"
-    module = types.ModuleType(name)
+    module = types.ModuleType(CUTEDSL)
     module.__dict__.update(fused_q_cutedsl=None, is_fused_q_cutedsl_supported=lambda *args, **kwargs: False)
-    sys.modules[name] = module
-
-
-if importlib.util.find_spec("cutlass") is None:
-    _stand_in_for_cutedsl()  # on import: every worker imports this module before its model
+    sys.modules[CUTEDSL] = module

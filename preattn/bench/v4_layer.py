@@ -37,7 +37,7 @@ from torch import Tensor
 from .. import formats
 from ..cases.base import rope_table
 from ..differences import one_rounding
-from ..integrations.vllm import patching, projection, shadow
+from ..integrations.vllm import layers, patching, projection, shadow
 from ..integrations.vllm import v4 as plugin_v4
 from ..v4 import HEAD_DIM
 from . import run, timing
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     options = parser.parse_args()
     import_module("vllm._custom_ops")  # its compiled operators
-    import_module(projection.WORKSPACE).init_workspace_manager(torch.device("cuda"))
+    import_module(layers.WORKSPACE).init_workspace_manager(torch.device("cuda"))
     clock = f"{timing.timer_name()}, captured graphs, cold L2"
     header = run.header(None) | {"vllm": import_module("vllm").__version__, "clock": clock}
     rows: list[dict[str, Any]] = []

@@ -15,6 +15,7 @@ What a replaced name does not cover runs the engine's own code, and the trace sa
 from __future__ import annotations
 
 import functools
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from . import flashmla, ops, report, warm
-from .layers import ATTENTION, FLASHMLA, KERNELS, describe, engine, starting, state_of, thread
-from .patching import Patches
+from .layers import ATTENTION, FLASHMLA, KERNELS, WORKSPACE, describe, engine, starting, state_of, thread
+from .patching import Occupied, Patches, whence
 
 
 def patch_kernels(module: ModuleType, patches: Patches) -> None:
@@ -38,7 +39,9 @@ def patch_attention(module: ModuleType, patches: Patches) -> None:
     for name in ("fused_norm_rope", "fused_q"):
         ours, theirs = getattr(ops, name), getattr(engine, name)
         patches.replace(module, name, ours, defined_in=KERNELS, instead_of=theirs)
-    patches.replace(module, "torch", _Torch())
+    held = patches.replace(module, "torch", _Torch())
+    if held is not torch:  # a replacement of somebody else's, which ours would hide
+        raise Occupied(f"{ATTENTION}.torch is not torch: {whence(held)} replaced it")
     owner = module.DeepseekV32Attention
     engine.init = patches.replace(owner, "__init__", init, defined_in=ATTENTION)
     engine.forward = patches.replace(owner, "forward", forward, defined_in=ATTENTION)
@@ -49,7 +52,9 @@ def patch_flashmla(module: ModuleType, patches: Patches) -> None:
     """Let the backend read the query buffer, and leave its padded result where it is."""
     owner = module.FlashMLASparseImpl
     engine.forward_mqa = patches.replace(owner, "forward_mqa", flashmla.forward_mqa, defined_in=FLASHMLA)
-    engine.workspace_manager = patches.replace(module, "current_workspace_manager", flashmla.current_workspace_manager)
+    engine.workspace_manager = patches.replace(
+        module, "current_workspace_manager", flashmla.current_workspace_manager, defined_in=WORKSPACE
+    )
 
 
 class _Torch(ModuleType):
@@ -71,6 +76,10 @@ def init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepseekV32Attention.__init__``; then settle what the layer's query looks like, and have it warmed up."""
     engine.init(self, *args, **kwargs)
     with starting(f"while looking at {self.layer_name}"):
+        from . import plugin  # it imports this
+
+        for name in plugin.taken():
+            report.once(f"preattn no longer holds {name}", level=logging.WARNING)
         state = describe(self)
         self.__dict__["_preattn"] = state
         if state.packs is not None:

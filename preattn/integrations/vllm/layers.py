@@ -19,6 +19,7 @@ from ...geometry import geometry
 KERNELS = "vllm.models.deepseek_v32.common.kernels"
 ATTENTION = "vllm.models.deepseek_v32.attention"
 FLASHMLA = "vllm.v1.attention.backends.mla.flashmla_sparse"
+WORKSPACE = "vllm.v1.worker.workspace"
 
 BACKENDS = {
     "FLASHMLA_SPARSE": "flashmla-sparse",

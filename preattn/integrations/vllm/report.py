@@ -92,10 +92,21 @@ def say() -> None:
 
 def forget() -> None:
     """Drop every count and what was said, and look the environment up again."""
-    global _finalizer
     tracing.cache_clear()
     _said.clear()
-    _plans.clear()
     if _finalizer is not None:
         _finalizer.cancel()
-        _finalizer = None
+    _begin()
+
+
+def _begin() -> None:
+    """Count from nothing: a forked process reports what it does itself, under its own name and at its own end."""
+    global _finalizer, _rank
+    from . import shadow
+
+    _plans.clear()
+    shadow.forget()
+    _finalizer = _rank = None
+
+
+os.register_at_fork(after_in_child=_begin)
