@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from preattn.bench import document, engine, engine_arm, engine_probe
+from preattn.bench import document, engine, engine_arm, engine_probe, engine_tables
 from preattn.integrations.vllm import plugin
 from preattn.kernels import launch
 
@@ -180,7 +180,7 @@ def test_the_document_gives_its_tables(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_overview_has_a_line_for_what_both_arms_served() -> None:
     runs = [a_run("stock", 60.0), a_run("plugin", 45.0), a_shadow(), {**a_run("stock", 1.0), "graphs": True}]
     unfinished = {**a_run("plugin", 1.0), "graphs": True, "complete": False}
-    lines = engine.overview([*runs, unfinished]).splitlines()
+    lines = engine_tables.overview([*runs, unfinished]).splitlines()
     assert lines[2:] == [
         "| glm-5 | eager | 60.00 | 45.00 | 0.750 | 0.746 | 6.00 | 4.50 |",
         "",
@@ -188,9 +188,9 @@ def test_the_overview_has_a_line_for_what_both_arms_served() -> None:
     ]
     for run in runs[:2]:
         del run["profile_prefill"]
-    assert "| 0.750 | – | 6.00 |" in engine.overview(runs)
+    assert "| 0.750 | – | 6.00 |" in engine_tables.overview(runs)
     other = {**runs[0], "tpot": {"ms": 7.0, "least": 5.5, "most": 9.0}}
-    assert "| 6.50 (5.50 to 9.00) | 4.50 |" in engine.overview([other, *runs])
+    assert "| 6.50 (5.50 to 9.00) | 4.50 |" in engine_tables.overview([other, *runs])
 
 
 def test_runs_are_added_to_a_document_and_replace_those_of_their_name(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 from . import engine_probe
 from .engine_probe import Ranks
 
+Run = dict[str, Any]
+"""What an arm has found, as it stands in a file."""
 LAYERS = 3
 ANSWERED = (17, 300, 1500, 2600, 3500)
 """Prompt lengths whose answers are kept; the last two are longer than the indexer's top-k."""

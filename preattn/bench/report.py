@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from .. import policy
 from ..geometry import geometry
-from . import engine, transformers, v4_layer
+from . import engine_tables, transformers, v4_layer
 from .results import Clock, Header, Results, Row, read_all, read_parallel, read_transformers, read_v4_layer
 
 NOTHING = "*Not measured yet.*"
@@ -397,12 +397,12 @@ ENGINE = ROOT / "results" / "engine.json"
 
 def render_engine(path: Path = ENGINE) -> str:
     """The engine with and without the plug-in, as ``bench.engine`` measured it."""
-    return engine.overview(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
+    return engine_tables.overview(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
 
 
 def render_engine_tables(path: Path = ENGINE) -> str:
     """All that ``bench.engine`` measured: times, where the GPU's went, shadow mode."""
-    return engine.report(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
+    return engine_tables.report(json.loads(path.read_text())["runs"]) if path.exists() else NOTHING
 
 
 TRANSFORMERS = ROOT / "results" / "transformers.json"
