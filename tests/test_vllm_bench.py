@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from preattn.bench import document, engine, engine_arm, engine_probe, engine_tables
 from preattn.integrations.vllm import plugin
@@ -335,12 +336,38 @@ def test_a_watch_says_who_waits_for_the_gpu_and_what_is_compiled(monkeypatch: py
 
 
 def test_a_profile_of_the_gpu_is_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [types.SimpleNamespace(key="a", count=2, self_device_time_total=1500.0)]
-    profile = types.SimpleNamespace(key_averages=lambda: events)
+    sums = [types.SimpleNamespace(key="a", count=2, self_device_time_total=1500.0)]
+    times = (
+        (DeviceType.CUDA, "a", 0.0, 1000.0),
+        (DeviceType.CPU, "launch", 1000.0, 1400.0),
+        (DeviceType.CUDA, "a", 1500.0, 2000.0),
+    )
+    events = [
+        types.SimpleNamespace(device_type=kind, name=name, time_range=types.SimpleNamespace(start=start, end=end))
+        for kind, name, start, end in times
+    ]
+    profile = types.SimpleNamespace(key_averages=lambda: sums, events=lambda: events)
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(profile))
     with engine_probe.kernel_times() as found:
         pass
-    assert found == {"gpu_ms": 1.5, "kernels": [{"kernel": "a", "calls": 2, "ms": 1.5}]}
+    assert (found["gpu_ms"], found["kernels"]) == (1.5, [{"kernel": "a", "calls": 2, "ms": 1.5}])
+    assert (found["idle_ms"], found["gaps"]) == (0.5, [{"after": "a", "before": "a", "ms": 0.5}])
+
+
+def test_a_gpu_is_idle_where_no_stream_has_a_kernel() -> None:
+    """The second stream's kernel covers one gap of the first and ends within the other."""
+    first = [("a", 0.0, 1.0), ("b", 2.0, 3.0), ("c", 5.0, 6.0)]
+    found = engine_probe.between([*first, ("other", 0.5, 2.5), ("other", 2.9, 3.5)])
+    assert found == {"idle_ms": 1.5, "gaps": [{"after": "other", "before": "c", "ms": 1.5}]}
+    assert engine_probe.between(first)["gaps"] == [
+        {"after": "b", "before": "c", "ms": 2.0},
+        {"after": "a", "before": "b", "ms": 1.0},
+    ]
+    many = [(str(n), 2.0 * n, 2.0 * n + 1) for n in range(20)]
+    assert (
+        engine_probe.between(many)["idle_ms"] == 19.0 and len(engine_probe.between(many)["gaps"]) == engine_probe.GAPS
+    )
+    assert engine_probe.between([]) == {"idle_ms": 0, "gaps": []}
 
 
 def test_a_host_that_waits_has_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import statistics
 import sys
@@ -21,8 +22,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-KERNELS = 25
-"""Kernels of a profile that are kept."""
+KERNELS, GAPS = 25, 8
+"""Kernels of a profile that are kept, and times between them."""
 COLLECTIVE = "ncclDevKernel"
 """How the names of NCCL's kernels begin."""
 PROLOGUE = "vllm.models.deepseek_v32.attention", ("fused_norm_rope", "fused_q")
@@ -182,13 +183,18 @@ def prologue_calls() -> Iterator[dict[str, float]]:
 
 @contextmanager
 def kernel_times() -> Iterator[dict[str, Any]]:
-    """Within this context, the GPU's milliseconds and its kernels by time, as :func:`by_time` has them."""
+    """Within this context, the GPU's milliseconds, its kernels by time and where it was idle between them.
+
+    As :func:`by_time` and :func:`between` have them.
+    """
     import torch
 
     found: dict[str, Any] = {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield found
     found |= by_time([(event.key, event.count, event.self_device_time_total / 1e3) for event in profile.key_averages()])
+    on_gpu = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    found |= between([(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in on_gpu])
 
 
 def by_time(kernels: list[tuple[str, int, float]]) -> dict[str, Any]:
@@ -200,6 +206,23 @@ def by_time(kernels: list[tuple[str, int, float]]) -> dict[str, Any]:
     own = sum([ms for name, _, ms in ordered if not name.startswith(COLLECTIVE)])
     rows = [{"kernel": name[:120], "calls": calls, "ms": round(ms, 4)} for name, calls, ms in ordered[:KERNELS]]
     return {"gpu_ms": round(own, 3), "kernels": rows}
+
+
+def between(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """What lies between kernels (name, start and end in milliseconds): no kernel of any stream runs then.
+
+    A step whose kernels and idle time sum to less than it takes spends the rest before its first kernel and after its
+    last.
+    """
+    gaps: list[dict[str, Any]] = []
+    last, busy_until = "", math.inf
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if start > busy_until:
+            gaps.append({"after": last[:120], "before": name[:120], "ms": round(start - busy_until, 4)})
+        if not last or end > busy_until:
+            last, busy_until = name, end
+    gaps.sort(key=lambda gap: -gap["ms"])
+    return {"idle_ms": round(sum([gap["ms"] for gap in gaps]), 3), "gaps": gaps[:GAPS]}
 
 
 KINDS: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = {

@@ -103,6 +103,7 @@ def _times(arms: dict[str, list[Run]]) -> str:
         ("an engine step of these, 10 to 90% of them", _step),
         ("the thread's share of a processor in it", lambda run: _alone(run, "decode", "cpu_ms")),
         ("GPU time, longest prompt", lambda run: _alone(run, "profile_prefill", "gpu_ms")),
+        ("GPU idle between its kernels, longest prompt", lambda run: _alone(run, "profile_prefill", "idle_ms")),
         ("GPU time, decode step", lambda run: _alone(run, "profile_decode", "step_ms")),
         ("host within the prologue's calls, 1,024 tokens", lambda run: _alone(run, "prologue", "prefill_ms")),
         ("host, a Python loop", lambda run: _alone(run, "host", "python_ms")),
