@@ -4,9 +4,9 @@
     python -m preattn.bench.engine --arms stock plugin --execution graphs --rounds 4 --add
     python -m preattn.bench.engine --report results/engine.json
 
-Models are random, of a few dense layers, with the attention dimensions of the real ones. Every arm is a process of its
-own and writes what it has as it goes, and the document of all is written after each, so that a run that is cut short
-loses its last arm at most:
+Models are random, of a few dense layers, with the attention dimensions of the real ones; one is sharded over two ranks,
+a GPU and a worker process each. Every arm is a process of its own and writes what it has as it goes, and the document
+of all is written after each, so that a run that is cut short loses its last arm at most:
 
 - ``stock`` and ``plugin``: answers, time to first token, time per output token, GPU time by kernel, GPU
   synchronisations and compilations once requests are served; eager and with CUDA graphs. In even rounds the plug-in

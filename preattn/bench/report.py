@@ -413,10 +413,7 @@ def render_transformers(path: Path = TRANSFORMERS) -> str:
     if not path.exists():
         return NOTHING
     found = read_transformers(path)
-    head = found.header
-    versions = (head[name] for name in ("device", "driver", "torch", "triton", "transformers"))
-    where = "{}, driver {}, torch {}, Triton {}, transformers {}".format(*versions)
-    caption = f"Median microseconds, the library's → ours; {where}, preattn {head['commit'][:10]}, {head['date']}."
+    caption = _caption("the library's", found.header, f"transformers {found.header['transformers']}")
     return f"{transformers.table(found.rows)}\n\n{caption}"
 
 
@@ -428,11 +425,14 @@ def render_v4_layer(path: Path = V4_LAYER) -> str:
     if not path.exists():
         return NOTHING
     found = read_v4_layer(path)
-    head = found.header
-    versions = (head[name] for name in ("device", "driver", "torch", "triton", "vllm", "clock"))
-    where = "{}, driver {}, torch {}, Triton {}, vLLM {}, {}".format(*versions)
-    caption = f"Median microseconds, the engine's → ours; {where}, preattn {head['commit'][:10]}, {head['date']}."
+    caption = _caption("the engine's", found.header, f"vLLM {found.header['vllm']}, {found.header['clock']}")
     return f"{v4_layer.table(found.rows)}\n\n{caption}"
+
+
+def _caption(theirs: str, head: Mapping[str, Any], more: str) -> str:
+    """Under a table whose cells are ``theirs → ours``."""
+    where = f"{head['device']}, driver {head['driver']}, torch {head['torch']}, Triton {head['triton']}"
+    return f"Median microseconds, {theirs} → ours; {where}, {more}, preattn {head['commit'][:10]}, {head['date']}."
 
 
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from types import ModuleType
 
-from . import dsa, layers, report, shadow, v4
+from . import dsa, layers, report, v4
 from .patching import AfterImport, Occupied, Patches
 
 GROUP, NAME = "vllm.general_plugins", "preattn"
@@ -56,7 +56,6 @@ def unregister() -> None:
     _undo()
     _watch, _refused = None, None
     report.forget()
-    shadow.forget()
 
 
 def _undo() -> None:

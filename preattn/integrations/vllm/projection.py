@@ -130,17 +130,12 @@ def left_to_engine(step: Tensor) -> bool:
 def project(own: Callable[..., Tensor], layer: Any, qr: Any, qr_scale: Tensor | None) -> Tensor:
     """``_wq_b_proj``: [T, H * 512], in the front of the query buffer where the layer's weights allow that."""
     thread.buffer = None
-    writer = writer_of(layer)
-    reason = writer if isinstance(writer, str) else _unfit(layer, writer, qr, qr_scale)
-    buffer, heads = None if reason is not None else query_buffer(layer), layer.n_local_heads
-    if reason is None and buffer is None:
-        reason = "no buffer for this microbatch"
-    if reason is None and left_to_engine(qr):  # a buffer is made all the same: a capture may not make one
-        reason = f"no graph, and at most {EAGER_TOKENS} tokens"
-    if isinstance(writer, str) or buffer is None or reason is not None:
+    found, heads = _target(layer, qr, qr_scale), layer.n_local_heads
+    if isinstance(found, str):
         if report.tracing():
-            report.count("wq_b", f"{layer.prefix}: the engine's own: {reason}")
+            report.count("wq_b", f"{layer.prefix}: the engine's own: {found}")
         return own(layer, qr, qr_scale)
+    writer, buffer = found
     live = buffer[: qr.shape[0], :heads].flatten(1)
     writer.write(layer.wq_b, qr, live)
     if report.tracing():
@@ -150,6 +145,22 @@ def project(own: Callable[..., Tensor], layer: Any, qr: Any, qr_scale: Tensor | 
         shadow.compare("wq_b", "query", layer.prefix, live, own(layer, qr, qr_scale))
     thread.buffer = buffer
     return live
+
+
+def _target(layer: Any, qr: Any, qr_scale: Tensor | None) -> tuple[Writer, Tensor] | str:
+    """What multiplies a step's latent, and into which query buffer; or why the engine's own projection does."""
+    writer = writer_of(layer)
+    if isinstance(writer, str):
+        return writer
+    reason = _unfit(layer, writer, qr, qr_scale)
+    if reason is not None:
+        return reason
+    buffer = query_buffer(layer)  # also where it is not used: a capture, which may come next, may not make one
+    if buffer is None:
+        return "no buffer for this microbatch"
+    if left_to_engine(qr):
+        return f"no graph, and at most {EAGER_TOKENS} tokens"
+    return writer, buffer
 
 
 def writer_of(layer: Any) -> Writer | str:

@@ -91,7 +91,7 @@ def say() -> None:
 
 
 def forget() -> None:
-    """Drop every count and what was said, and look the environment up again."""
+    """Drop every count, shadow mode's too, and what was said, and look the environment up again."""
     tracing.cache_clear()
     _said.clear()
     if _finalizer is not None:
